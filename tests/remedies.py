@@ -27,7 +27,7 @@ from typing import Any
 import pytest
 
 from docs.generate.sentences import FILLED_IN, Package, last_name
-from lightning_hetero.pipeline.microbatch import GO_ON
+from lightning_hetero.pipeline.tolerance import GO_ON
 
 TESTS = Path(__file__).parent
 

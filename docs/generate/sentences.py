@@ -21,7 +21,10 @@ FILLED_IN = "…"
 GIVEN = "error_class"
 # Behind `raise`, these speak to users too.
 OTHERS = ("MisconfigurationException", "ValueError", "TypeError", "RuntimeError", "AttributeError")
-WARNS = ("rank_zero_warn", "warn", "warning")
+# Raises its error, or warns of the same.
+ENDS = "end_or_warn"
+GO_ON = "To go on all the same, set `check_first_batch='warn'`."
+WARNS = ("rank_zero_warn", "warn", "warning", ENDS)
 # Functions whose result is their own object, or what it holds, as text.
 _PASS_ON = ("rstrip", "strip", "format", "get")
 _MOST_STEPS = 5
@@ -160,7 +163,11 @@ class Package:
             for call, scope in module.calls:
                 kind = self._kind(call, id(call) in module.raised)
                 if kind is not None and call.args:
-                    yield self._read(kind, Source(module, call.args[0], scope))
+                    said = call.args[0]
+                    if last_name(call.func) == ENDS:
+                        whole = ast.BinOp(said, ast.Add(), ast.Constant(f" {GO_ON}"))
+                        said = ast.copy_location(whole, said)
+                    yield self._read(kind, Source(module, said, scope))
 
     def warnings(self) -> Iterator[Call]:
         """Every call that warns users, by a warning of Python or of the log."""
@@ -185,6 +192,10 @@ class Package:
     def _kind(self, call: ast.Call, is_raised: bool) -> str | None:
         func = call.func.orelse if isinstance(call.func, ast.IfExp) else call.func
         name = last_name(func)
+        if name == ENDS:
+            return next(
+                (last_name(w.value) for w in call.keywords if w.arg == "error"), "BatchError"
+            )
         is_error = name in self.kinds or name == GIVEN or (is_raised and name in OTHERS)
         return self.public(name) if is_error else None
 

@@ -41,11 +41,18 @@ from ..pipeline.handover import (
     other_rows,
     takes_sequence_first,
 )
-from ..pipeline.microbatch import GO_ON, STOPPING_DIFFERENCE, BatchOptions
+from ..pipeline.microbatch import BatchOptions
 from ..pipeline.random_numbers import FIRST_TRIAL
 from ..pipeline.recorder import Recorder
 from ..pipeline.rule import Key
-from ..pipeline.tolerance import coarsest, norm_error, rounding_of_hidden
+from ..pipeline.tolerance import (
+    GO_ON,
+    HIDDEN_STATES,
+    Compared,
+    Rounding,
+    end_or_warn,
+    norm_error,
+)
 from ..pipeline.trial_backward import (
     TRIED,
     TriedBackward,
@@ -172,13 +179,13 @@ class WholeBatches:
         self._checked.add(kind)
         pieces, whole = self._compared(request, dim, self._rows)
         expected = self._run([whole], dim)
-        difference = _difference(self._run(pieces, dim), expected)
-        tolerance = self._tolerance(request)
-        if difference <= tolerance:
+        difference = self._difference(request, self._run(pieces, dim), expected)
+        if not difference.is_other:
             if around.grad_enabled and is_training and self._has_own_code:
-                self._check_backwards(pieces, whole, tolerance)
+                self._check_backwards(pieces, whole, difference.allowed)
             return False
-        if difference <= 2 * _difference(self._run([whole], dim), expected):
+        again = self._difference(request, self._run([whole], dim), expected)
+        if difference.found <= 2 * again.found:
             rank_zero_info(
                 "whether layers on workers mix the samples of a batch was not checked: they draw "
                 "random numbers in evaluation mode too, so that every forward gives another result"
@@ -188,7 +195,7 @@ class WholeBatches:
             return True
         text = (
             "The layers on workers compute other hidden states for a batch than for its "
-            f"micro-batches: the difference is {100 * difference:.3g} % of their norm. They mix "
+            f"micro-batches: the difference is {difference} of their norm. They mix "
             "the samples of a batch, or another dimension than the one that is cut counts them."
         )
         if listed := listed_arguments(request, dim):
@@ -196,7 +203,7 @@ class WholeBatches:
                 f"{text} Or the argument {listed[0]} is a list with an entry for each sample: it "
                 "goes whole to each micro-batch, and a tensor would be cut. Pass a tensor then."
             )
-        if self._check == "stop" and difference > max(tolerance, STOPPING_DIFFERENCE):
+        if self._check == "stop" and difference.is_large:
             remedies = self._remedies(request, dim)
             raise BatchError(f"{text} This repairs it: {remedies}. {GO_ON}")
         rank_zero_warn(f"{text} With `micro_batches=1` the batch stays whole.")
@@ -278,12 +285,8 @@ class WholeBatches:
         """
         expected, *cut = (self.with_backwards([each], 0)[0] for each in (whole, *pieces))
         difference = difference_of_backwards(expected, cut, rounding)
-        if difference <= max(rounding, STOPPING_DIFFERENCE):
-            return
-        text = other_gradients("first", difference)
-        if self._check == "stop":
-            raise BatchError(f"{text} {GO_ON}")
-        rank_zero_warn(text)
+        if difference.is_other:
+            end_or_warn(other_gradients("first", difference), self._check, ends=True)
 
     def with_backwards(
         self, pieces: Sequence[Request], dim: int
@@ -322,9 +325,9 @@ class WholeBatches:
         except (BatchError, StageFailed):
             return False
         is_like = [t.shape for t in found.tensors] == [t.shape for t in expected.tensors]
-        return (
-            len(pieces) > 1 and is_like and _difference(found, expected) <= self._tolerance(request)
-        )
+        if len(pieces) < 2 or not is_like:
+            return False
+        return not self._difference(request, found, expected).is_other
 
     def _run(self, pieces: Sequence[Request], dim: int) -> Activation:
         tried = [
@@ -333,19 +336,17 @@ class WholeBatches:
         ]
         return self._trial(tried, dim)
 
-    def _tolerance(self, request: Request) -> float:
+    def _difference(self, request: Request, found: Activation, expected: Activation) -> Compared:
+        """The difference of two results of a request."""
         parameters = [p for layer in self._layers.values() for p in layer.parameters()]
         # What is stored in 4 bits is taken to be multiplied in half precision.
-        dtypes = [p.dtype if p.is_floating_point() else torch.bfloat16 for p in parameters]
+        packed = [torch.bfloat16 for p in parameters if not p.is_floating_point()]
         autocast = request.surroundings.autocast_dtype or torch.float32
-        dtype = coarsest([*self._dtypes, request.hidden.dtype, autocast, *dtypes])
-        widest = max((max(p.shape, default=1) for p in parameters), default=1)
-        return rounding_of_hidden(dtype, len(self._layers), widest)
-
-
-def _difference(found: Activation, expected: Activation) -> float:
-    pairs = zip(found.tensors, expected.tensors, strict=True)
-    return max(norm_error(mine, other) for mine, other in pairs)
+        dtypes = [*self._dtypes, request.hidden.dtype, autocast, *packed]
+        rounding = Rounding.of(parameters, dtypes).of_hidden(len(self._layers))
+        pairs = zip(found.tensors, expected.tensors, strict=True)
+        error = max(norm_error(mine, other) for mine, other in pairs)
+        return HIDDEN_STATES.compare(error, rounding)
 
 
 _CALL_LATER = (

@@ -16,7 +16,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
-from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
+from lightning_utilities.core.rank_zero import rank_zero_info
 from torch import Tensor, nn
 from typing_extensions import override
 
@@ -31,11 +31,11 @@ from ..model.outer_state import OuterContent, OuterState
 from ..model.override import own_forward
 from ..model.tensors import filled, named_tensors, stored_bytes, stored_in_four_bits
 from ..pipeline.handover import Request, received
-from ..pipeline.microbatch import GO_ON, CheckFirstBatch
+from ..pipeline.microbatch import CheckFirstBatch
 from ..pipeline.random_numbers import FIRST_TRIAL, PythonStreams, seed_action, seed_elsewhere
 from ..pipeline.rule import Key
 from ..pipeline.stage import on_trial
-from ..pipeline.tolerance import coarsest, rounding_of_hidden
+from ..pipeline.tolerance import Rounding, end_or_warn
 from ..pipeline.twin import (
     TwinAnswer,
     TwinDifference,
@@ -349,16 +349,14 @@ class Twins(NoTwins):
         layer, stages = {number: self._layers[number]}, self._remote.holdings.stages.values()
         dtypes = [request.hidden.dtype, request.surroundings.autocast_dtype or torch.float32]
         dtypes += [DTYPES[s.dtype] for s in stages if number in s.layers and s.dtype is not None]
-        widths = [1]
-        for name, tensor in named_tensors(layer):
+        tensors = [*named_tensors(layer)]
+        for name, tensor in tensors:
             is_weight = isinstance(tensor, nn.Parameter)
             if is_weight and (stored_in_four_bits(layer, name) or not tensor.is_floating_point()):
                 dtypes.append(torch.bfloat16)  # what is packed is multiplied in half precision
-            dtypes.append(tensor.dtype)
-            widths.append(max(tensor.shape, default=1))
         if torch.get_float32_matmul_precision() != "highest":
             dtypes.append(torch.float16)  # about as coarse
-        return rounding_of_hidden(coarsest(dtypes), 1, max(widths))
+        return Rounding.of((tensor for _, tensor in tensors), dtypes).of_hidden(1)
 
     def _said(self, number: int, worker: Member, difference: TwinDifference) -> str:
         layer = self._layers[number]
@@ -376,9 +374,8 @@ class Twins(NoTwins):
         if not problems:
             return
         more = f" So do {len(problems) - 1} other layers." if len(problems) > 1 else ""
-        if is_first and not self._is_later and self._mode == "stop":
-            raise ModelError(f"{problems[0]}{more} {GO_ON}")
-        rank_zero_warn(f"{problems[0]}{more}")
+        ends = is_first and not self._is_later
+        end_or_warn(f"{problems[0]}{more}", self._mode, ends=ends, error=ModelError)
 
 
 def _form_of(layer: nn.Module) -> tuple[Any, ...]:

@@ -17,19 +17,17 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
+from lightning_utilities.core.rank_zero import rank_zero_info
 from torch import Tensor
 
 from ..coordinator.deployment import Deployment
 from ..coordinator.optimizers import RemoteOptimizer
 from ..errors import ModelError
-from ..pipeline.microbatch import GO_ON, CheckFirstBatch
+from ..pipeline.microbatch import CheckFirstBatch
 from ..pipeline.optimizer import Stepped, is_of_a_library
+from ..pipeline.tolerance import OPTIMIZER_STEP, end_or_warn
 from ..plan import Plan
 from .check_schedule import CheckSchedule, ordinal
-
-# A run ends at a difference of this part of the step.
-_STOPPING_DIFFERENCE = 1e-3
 
 
 def audited_layers(plan: Plan) -> list[int]:
@@ -59,7 +57,7 @@ class _Parameter:
 
 @dataclass
 class Audit:
-    """Audits one layer at scheduled batches.
+    """Audits one layer at scheduled batches. Implements `StepWatch`.
 
     Args:
         mode: The answer to a difference.
@@ -70,6 +68,7 @@ class Audit:
 
     mode: CheckFirstBatch
     schedule: CheckSchedule = field(default_factory=CheckSchedule)
+    _deployment: Deployment | None = None
     _layer: int | None = None
     _which: str = ""
     # The optimizers whose steps have still to be audited, and what was fetched before a step.
@@ -84,6 +83,7 @@ class Audit:
             deployment: Where the layers are.
             optimizers: The optimizers with parameters on workers.
         """
+        self._deployment = deployment
         if not self.schedule.begin_batch(may_check=True):
             return
         if not (layers := audited_layers(deployment.plan)):
@@ -99,15 +99,11 @@ class Audit:
         if not is_first:
             deployment.hand_overs.twins.ask_again(self._layer)
 
-    def before_step(self, deployment: Deployment, remote: RemoteOptimizer) -> None:
-        """Fetch what the step of an optimizer begins with; its gradients are final.
-
-        Args:
-            deployment: Where the layers are.
-            remote: The optimizer, which is about to step on workers.
-        """
+    def before_step(self, remote: RemoteOptimizer) -> None:
+        """Fetch the weights, gradients and states before a step on workers; gradients are final."""
         self._before = []
-        if self._layer is None or id(remote) not in self._due:
+        deployment = self._deployment
+        if deployment is None or self._layer is None or id(remote) not in self._due:
             return
         self._due.discard(id(remote))
         if type(remote.optimizer).__module__.partition(".")[0] == "bitsandbytes":
@@ -128,15 +124,15 @@ class Audit:
             for name, group in chosen.items()
         ]
 
-    def after_step(self, deployment: Deployment, remote: RemoteOptimizer) -> None:
+    def after_step(self, remote: RemoteOptimizer) -> None:
         """Compare a step with that of its parameters here.
 
         Raises:
             ModelError: If something differs by more than a little, and the mode is ``"stop"``.
         """
         before, self._before = self._before, []
-        if before and self._layer is not None:
-            self._compare_steps(deployment, remote, self._layer, before)
+        if before and self._layer is not None and self._deployment is not None:
+            self._compare_steps(self._deployment, remote, self._layer, before)
 
     def _compare_steps(
         self,
@@ -163,48 +159,25 @@ class Audit:
             elif difference > worst:
                 worst, what = difference, f"the step of {each.name.partition('.')[2]}"
         if worst:
-            kind = type(remote.optimizer).__name__
-            self._tell(
+            kind, judged = type(remote.optimizer).__name__, OPTIMIZER_STEP.compare(worst)
+            end_or_warn(
                 f"At the {self._which} batch {what} of layer {number} on "
                 f"{_workers(deployment, number)} is not what {kind} makes of this parameter "
-                f"alone, with its present code and options: {_percent(worst)} apart. It seems that "
+                f"alone, with its present code and options: {judged} apart. It seems that "
                 "the optimizer makes what it does to one parameter depend on others, as one that "
                 "clips by a common norm does, or that its code, defaults or attributes were "
                 "changed after the layers were sent. Clip with `gradient_clip_val`, set options "
-                "in its parameter groups, and use an optimizer that steps each parameter by itself",
-                is_large=worst > _STOPPING_DIFFERENCE,
+                "in its parameter groups, and use an optimizer that steps each parameter by "
+                "itself.",
+                self.mode,
+                ends=judged.is_large,
+                error=ModelError,
             )
-
-    def _tell(self, text: str, *, is_large: bool) -> None:
-        """End the run, or warn.
-
-        Raises:
-            ModelError: If the difference is large and the mode is ``"stop"``.
-        """
-        if self.mode == "stop" and is_large:
-            raise ModelError(f"{text}. {GO_ON}")
-        rank_zero_warn(f"{text}.")
 
     def _say(self, text: str) -> None:
         if text not in self._said:
             self._said.add(text)
             rank_zero_info(text)
-
-
-@dataclass(frozen=True)
-class DeploymentAudit:
-    """The audit of a run for one of its deployments. Implements `StepWatch`."""
-
-    audit: Audit
-    deployment: Deployment
-
-    def before_step(self, remote: RemoteOptimizer) -> None:
-        """Fetch what the step begins with."""
-        self.audit.before_step(self.deployment, remote)
-
-    def after_step(self, remote: RemoteOptimizer) -> None:
-        """Compare."""
-        self.audit.after_step(self.deployment, remote)
 
 
 def _chosen(deployment: Deployment, remote: RemoteOptimizer, number: int) -> dict[str, int]:
@@ -233,7 +206,3 @@ def _fetched(
 def _workers(deployment: Deployment, number: int) -> str:
     stage = next(each for each in deployment.plan.remote_stages if number in each.layer_indices)
     return " or ".join(stage.remote_workers)
-
-
-def _percent(difference: float) -> str:
-    return f"{100 * difference:.3g} %"

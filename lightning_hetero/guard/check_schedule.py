@@ -3,12 +3,11 @@
     batch    1   2 ... 10 ... 100 ... 1000      and behind a batch with something new
     check    x          x      x       x
 
-What is new is a log, a returned value, a parameter with a gradient, or a kind of data that no
-checked batch has had. The next batch is checked then, or the one that
-should have it again if it comes now and then. If that batch cannot be checked, as the last one of
-an accumulation window, it is kept for the next check.
+A log, a returned value, a parameter with a gradient, or a kind of data is new if each checked batch
+was without it. The next batch is checked then, or the one expected to have it again. The last batch
+of an accumulation window cannot be checked; it is kept for the next check.
 
-A kind of data tells that a loss may take another way through its code:
+With another kind of data a loss may take another way through its code:
 
     mask       all ones, until a batch has padding
     labels     none are left out, until one is -100

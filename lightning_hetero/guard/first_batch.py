@@ -13,50 +13,38 @@ their gradients are compared too, of the first two micro-batches (`first_gradien
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, fields, is_dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
-from torchmetrics import Metric
-from typing_extensions import override
 
 from .._lightning import pl
-from ..coordinator.deployment import Deployment
-from ..coordinator.dry_run import no_trace
-from ..coordinator.precision import computing_dtypes, scaler_of
+from ..coordinator.precision import scaler_of
 from ..devices.device import device_for, is_out_of_memory
 from ..devices.main_memory import free_main_memory
 from ..errors import BatchError, HeteroError, ModelError
 from ..model.override import stand_in
 from ..pipeline.microbatch import (
-    GO_ON,
     IGNORED_LABEL,
-    STOPPING_DIFFERENCE,
     CheckFirstBatch,
     CutBatch,
     LossWeighting,
     Samples,
 )
 from ..pipeline.parameter_hooks import ParameterHooks
-from ..pipeline.results import BatchMetrics, StepLog, loss_of, merge_results
-from ..pipeline.tolerance import coarsest, rounding_of_hidden, rounding_of_loss
+from ..pipeline.results import BatchMetrics, StepLog, loss_of
+from ..pipeline.tolerance import LOSS, Compared, end_or_warn, loss_error
 from .check_schedule import RunChecks
 from .first_gradients import RunGradients, WatchesBackwards
-from .first_logs import Logged, differing, differing_results, form_of, metrics_of
+from .first_logs import Logged, LoggedPieces, metrics_of
 from .step_changes import may_change, warn_of_changes
+from .trial import Trial
 
-# Losses may cancel each other to almost nothing, and so may the numbers within each loss. So an
-# absolute difference below this part of the relative rounding error is rounding too. A loss below
-# the least scale, or below this multiple of the rounding error, has no relative error of its own.
-_NOISE = 1 / 30
-_LEAST_SCALE = 1e-3
-_LEAST_ROUNDINGS = 10
 # The operations of a forward take more memory, and free it, than their results take.
 _MARGIN = 1.5
 _FEWEST_COMPARED = 2
@@ -92,138 +80,41 @@ class Losses:
 
     def combined(self, weights: Sequence[float]) -> float:
         """The loss of the batch as training would combine it."""
-        return sum((loss * weight for loss, weight in self._counted(weights)), start=0.0)
+        return sum(self._counted(weights), start=0.0)
 
-    def difference(self, weights: Sequence[float]) -> float:
+    def difference(self, weights: Sequence[float]) -> Compared:
         """The difference of both losses, relative to the size of the summands."""
-        whole, combined = self.whole, self.combined(weights)
-        if whole is None or whole == combined or (math.isnan(whole) and math.isnan(combined)):
-            return 0.0
-        parts = sum(abs(loss * weight) for loss, weight in self._counted(weights))
-        found = abs(combined - whole)
-        if found <= _NOISE * self.rounding:
-            return 0.0
-        least = max(_LEAST_SCALE, _LEAST_ROUNDINGS * self.rounding)
-        relative = found / max(abs(whole), parts, least)
-        return relative if math.isfinite(relative) else math.inf
+        parts = sum(map(abs, self._counted(weights)))
+        error = loss_error(self.whole, self.combined(weights), parts, self.rounding)
+        return LOSS.compare(error, self.rounding)
 
     def fit(self, weights: Sequence[float]) -> bool:
         """Whether these weights give the loss of the whole batch."""
-        return self.difference(weights) <= self.rounding
+        return not self.difference(weights).is_other
 
-    def _counted(self, weights: Sequence[float]) -> Iterator[tuple[float, float]]:
+    def _counted(self, weights: Sequence[float]) -> Iterator[float]:
         for loss, weight in zip(self.cut, weights, strict=True):
             if loss is not None and weight > 0:
-                yield loss, weight
+                yield loss * weight
 
 
-SAFE_MODE = "micro_batching='boundary'"
-
-
-@dataclass(frozen=True)
-class Remedy:
+class Remedy(NamedTuple):
     """Something that was tried and gives the loss of the whole batch."""
 
     setting: str
     cause: str
 
-    def __str__(self) -> str:
-        mode = "the safe mode " if self.setting == SAFE_MODE else ""
-        return f"{mode}`{self.setting}`"
 
-
-@dataclass(frozen=True)
-class _Problem:
+class _Problem(NamedTuple):
     """A difference between what a batch has and what its micro-batches have together.
 
     Args:
         text: The difference and its remedies in words.
-        refusal: The same, if the difference is too large for a run to go on unless the user says
-            so; None otherwise.
+        is_large: Whether a run goes on only if the user says so.
     """
 
     text: str
-    refusal: str | None = None
-
-
-class _Observer:
-    """Sees what ``training_step`` logs and returns."""
-
-    def note_log(self, name: str, value: Any, *args: Any, **kwargs: Any) -> None:
-        """Stands in for ``LightningModule.log``."""
-
-    def note_result(self, result: Any) -> None:
-        """Gets what it has returned."""
-
-
-_NOBODY = _Observer()
-
-
-class _Whole(_Observer):
-    """The logs and results of a batch.
-
-    Args:
-        metrics: Those of the module, as they are before the batch.
-    """
-
-    def __init__(self, metrics: Mapping[str, Metric]) -> None:
-        self.logged = Logged.before(metrics)
-        self.result: Any = None
-
-    @override
-    def note_log(self, name: str, value: Any, *args: Any, **kwargs: Any) -> None:
-        self.logged.note_all(name, value, *args, **kwargs)
-
-    @override
-    def note_result(self, result: Any) -> None:
-        self.result = form_of(result) if isinstance(result, Mapping) else None
-        self.logged.compute_metrics()
-
-    def differing(
-        self, other: _Whole, rounding: float = 0.0
-    ) -> tuple[dict[str, str], dict[str, str]]:
-        """The differences in words, by name, of logs and results."""
-        logs = differing(self.logged, other.logged, rounding)
-        return logs, dict(differing_results(self.result, other.result, rounding))
-
-
-class _Pieces(_Observer):
-    """The logs and results of the micro-batches of a batch.
-
-    Args:
-        log: Merges what they log.
-        metrics: Those of the module, as they are before the batch.
-    """
-
-    def __init__(self, log: StepLog, metrics: Mapping[str, Metric]) -> None:
-        self.log = log
-        self._metrics = Logged.before(metrics)
-        self._results: list[Any] = []
-
-    @override
-    def note_log(self, name: str, value: Any, *args: Any, **kwargs: Any) -> None:
-        self.log.log(name, value, *args, **kwargs)
-        self._metrics.note_metric(name, value)
-
-    @override
-    def note_result(self, result: Any) -> None:
-        self.log.note_loss(loss_of(result))
-        self._results.append(form_of(result))
-        self._metrics.compute_metrics()
-
-    def together(self, shares: Sequence[float]) -> _Whole:
-        """Their logs and results as of one batch, by their shares."""
-        found = _Whole({})
-        found.logged.metrics.update(self._metrics.metrics)
-        self.log.publish(found.logged.note)
-        if all(isinstance(result, Mapping) for result in self._results):
-            added = (
-                sum(result["loss"] for result in self._results) if self.log.adds_losses else None
-            )
-            # What has no merged form ends the step itself, which says so.
-            with suppress(BatchError):
-                found.result = merge_results(self._results, shares, added)
-        return found
+    is_large: bool = False
 
 
 @dataclass(frozen=True)
@@ -231,20 +122,15 @@ class FirstBatchCheck:
     """Compares the loss of a batch with that of its micro-batches, in a step that has begun.
 
     Args:
-        module: Attached to its Trainer.
-        deployment: Where its layers are.
+        trial: Where ``training_step`` runs.
         weighting: How micro-batch losses combine.
-        rest: The other arguments of ``training_step``.
-        begin_again: Begins a trial step, after something in it has failed.
         checks: All of the run, with this one.
-        one_run: A block in which ``training_step`` runs and leaves nothing behind.
+        one_run: A block in which ``training_step`` runs and leaves nothing behind: a layer in this
+            process may count its calls, and a module may carry a state from one call to the next.
     """
 
-    module: pl.LightningModule
-    deployment: Deployment
+    trial: Trial
     weighting: LossWeighting
-    rest: Sequence[Any]
-    begin_again: Callable[[], None]
     checks: RunChecks
     one_run: Callable[..., AbstractContextManager[None]] = nullcontext
 
@@ -257,11 +143,11 @@ class FirstBatchCheck:
             BatchError: If the difference is too large, the mode is ``"stop"``, and it is the first
                 check: a later one says so, and does not throw a long run away.
         """
-        away = self.deployment.modules_away
-        evaluation = _in_evaluation(self.module, away)
-        with evaluation, no_trace(self.module, away, is_timed=False) as runs:
+        module = self.trial.module
+        evaluation = _in_evaluation(module, self.trial.deployment.modules_away)
+        with evaluation, self.trial.no_trace() as runs:
             problem = replace(self, one_run=runs.one)._problem(batch)
-            changed = list(_changed_in(self.module, runs.has_changed))
+            changed = list(_changed_in(module, runs.has_changed))
         warn_of_changes([name for name in changed if self.checks.is_new("changed", name)])
         if runs.has_written and self.checks.is_new("written"):
             rank_zero_warn(
@@ -272,9 +158,8 @@ class FirstBatchCheck:
         if problem is None:
             return
         is_first = self.checks.is_first
-        if is_first and mode == "stop" and problem.refusal:
-            raise BatchError(f"{problem.refusal} {GO_ON}")
-        rank_zero_warn(problem.text if is_first else f"{problem.text} {_LATER}")
+        later = "" if is_first else f" {_LATER}"
+        end_or_warn(f"{problem.text}{later}", mode, ends=is_first and problem.is_large)
 
     def _problem(self, batch: CutBatch) -> _Problem | None:
         """The problem of a batch, or of its first micro-batches if the batch does not fit."""
@@ -287,7 +172,7 @@ class FirstBatchCheck:
             if is_refused and self.checks.is_first:
                 raise
             cause = error
-        self._recover()
+        self.trial.recover()
         few = batch.first(_FEWEST_COMPARED)
         if is_out_of_memory(cause) and few is not batch:
             self.checks.takes_few = True
@@ -307,16 +192,16 @@ class FirstBatchCheck:
     def _compare(self, batch: CutBatch) -> _Problem | None:
         if self.checks.takes_few:
             batch = batch.first(_FEWEST_COMPARED)
-        log, metrics = StepLog(BatchMetrics(), self.weighting == "sum"), metrics_of(self.module)
-        pieces, shares = _Pieces(log, metrics), [0.0]
-        with self._from_the_start():
-            first, most = self._metered(batch, pieces, shares)
+        metrics = metrics_of(self.trial.module)
+        pieces = LoggedPieces(StepLog(BatchMetrics(), self.weighting == "sum"), metrics)
+        with self.one_run():
+            first, most = self._metered(batch, pieces)
             batch = batch.first(most)
             others = enumerate(batch.microbatches[1:], 1)
-            cut = [first, *(self._loss_of_piece(piece, n, pieces, shares) for n, piece in others)]
-        whole = _Whole(metrics)
-        with self._from_the_start():
-            losses = Losses(self._loss(batch.whole, whole), cut, self._rounding())
+            cut = [first, *(self._loss_of_piece(piece, n, pieces) for n, piece in others)]
+        whole = Logged(metrics)
+        with self.one_run():
+            losses = Losses(self._loss(batch.whole, whole), cut, self.trial.rounding.of_loss)
         if losses.skips_only_whole:
             if self.checks.is_new("skipped"):
                 rank_zero_warn(
@@ -326,42 +211,48 @@ class FirstBatchCheck:
                 )
             return None
         weights = self._weights(batch, self.weighting)
-        shares[:] = self._weights(batch, "samples") if self.weighting == "sum" else weights
         difference = losses.difference(weights)
-        is_large = difference > max(losses.rounding, STOPPING_DIFFERENCE)
         problem = None
-        if difference <= losses.rounding:
+        if not difference.is_other:
             problem = self._compare_gradients(batch.first(_FEWEST_COMPARED))
-        elif not self.checks.was_said("loss", is_large):
+        elif not self.checks.was_said("loss", difference.is_large):
             if self._is_random(losses, difference, batch):
                 return None
             # A small difference is no news behind a large one.
-            self.checks.said.update(("loss", size) for size in {is_large, False})
-            remedies = self._remedies(losses, batch)
-            text = _said(self.checks.which, losses, weights, difference, remedies)
-            problem = _Problem(text, text if is_large else None)
-        if difference > losses.rounding:
-            logged = whole.logged.values.items()
-            self._note_said([name for name, value in logged if value == losses.whole])
-        return problem or self._compare_values(batch, whole, pieces.together(shares))
+            self.checks.said.update(("loss", size) for size in {difference.is_large, False})
+            text = _said(self.checks.which, losses, weights, self._remedies(losses, batch))
+            problem = _Problem(text, difference.is_large)
+        if difference.is_other:
+            self.checks.said.update(
+                (kind, shown.name)
+                for (kind, _), shown in whole.found.items()
+                if kind == "log" and shown.words == repr(shown.name) and shown.value == losses.whole
+            )
+        if problem is not None:
+            return problem
+        pieces.merge(self._weights(batch, "samples") if self.weighting == "sum" else weights)
+        return self._compare_values(batch, whole, pieces, losses.rounding)
 
-    def _compare_values(self, batch: CutBatch, whole: _Whole, cut: _Whole) -> _Problem | None:
+    def _compare_values(
+        self, batch: CutBatch, whole: Logged, cut: Logged, rounding: float
+    ) -> _Problem | None:
         """The differences of logs and results between the batch and its micro-batches together."""
-        logs, results = self._differing(whole, cut)
-        if not logs and not results:
+        differing = whole.differing(cut, rounding)
+        if differing.keys() <= self.checks.said:
             return None
-        again = _Whole(metrics_of(self.module))
+        again = Logged(metrics_of(self.trial.module))
         self._redrawn(batch.whole, again)
         # A time, or what is drawn at random, is another value at each run.
-        moving_logs, moving_results = whole.differing(again)
-        logged = {name: text for name, text in logs.items() if name not in moving_logs}
-        returned = {name: text for name, text in results.items() if name not in moving_results}
-        self._note_said(logged, returned)
+        known = {*self.checks.said, *whole.differing(again)}
+        new = {key: text for key, text in differing.items() if key not in known}
+        self.checks.said.update(new)
+        logged = ", ".join(text for (kind, _), text in new.items() if kind == "log")
+        returned = ", ".join(text for (kind, _), text in new.items() if kind == "result")
         texts = []
         if logged:
             texts.append(
                 f"The {self.checks.which} batch logs other values than its micro-batches together: "
-                f"{', '.join(logged.values())}. What `training_step` logs is averaged over "
+                f"{logged}. What `training_step` logs is averaged over "
                 "micro-batches: log a sum with `reduce_fx='sum'`, and anything else with a "
                 "torchmetrics object or in `on_train_batch_end`. Pass the samples of the "
                 "micro-batch as `batch_size`, and give a metric that averages losses their weights."
@@ -370,29 +261,12 @@ class FirstBatchCheck:
         if returned:
             texts.append(
                 f"The {self.checks.which} batch returns other values than its micro-batches "
-                f"together: {', '.join(returned.values())}. Numbers that `training_step` returns "
+                f"together: {returned}. Numbers that `training_step` returns "
                 "are averaged over micro-batches, and tensors and lists are joined: compute "
                 "anything else in `on_train_batch_end`. `micro_batching='boundary'` returns what "
                 "one device does."
             )
         return _Problem(" ".join(texts)) if texts else None
-
-    def _differing(self, whole: _Whole, cut: _Whole) -> tuple[dict[str, str], dict[str, str]]:
-        """The new differences in words, by name, of logs and results."""
-        logs, results = whole.differing(cut, self._rounding())
-        return (
-            {name: text for name, text in logs.items() if not self.checks.was_said("log", name)},
-            {
-                name: text
-                for name, text in results.items()
-                if not self.checks.was_said("result", name)
-            },
-        )
-
-    def _note_said(self, logs: Iterable[str], results: Iterable[str] = ()) -> None:
-        """Note that these logs and results are said to differ."""
-        self.checks.said.update(("log", name) for name in logs)
-        self.checks.said.update(("result", name) for name in results)
 
     def _compare_gradients(self, batch: CutBatch) -> _Problem | None:
         """Whether the loss of a batch of two micro-batches has their gradients, too."""
@@ -411,7 +285,7 @@ class FirstBatchCheck:
         except Exception as error:
             # The step itself fails in the same way, unless the check needs more than it.
             cause = f"{type(error).__name__}: {error}"
-            self._recover()
+            self.trial.recover()
         if cause is not None:
             self.checks.said.add(("gradients",))  # nor could those of a later batch
             rank_zero_info(
@@ -419,14 +293,12 @@ class FirstBatchCheck:
                 f"micro-batches could not be checked. {cause}"
             )
             return None
-        dtype, widest = self._coarsest()
-        rounding = rounding_of_hidden(dtype, len(self.deployment.layers), widest)
+        rounding = self.trial.rounding.of_hidden(len(self.trial.deployment.layers))
         found = whole.differing(cut, rounding, self.checks.which)
         if found is not None:
             self.checks.said.add(("gradients",))
-            text, is_large = found
-            problem = _Problem(text, text if is_large else None)
-            return None if self._draws_gradients(batch, whole, rounding) else problem
+            drawn = self._draws_gradients(batch, whole, rounding)
+            return None if drawn else _Problem(*found)
         if not whole.is_cut_into(cut) and self.checks.is_new("lengths"):
             rank_zero_info(
                 "Whether the code before the layers on workers makes the gradients of the "
@@ -454,71 +326,65 @@ class FirstBatchCheck:
     ) -> RunGradients:
         """The gradients of a loss for the hidden states that come back from the layers, and for
         the coordinator's parameters."""
-        from_the_start = self._from_the_start(puts_draws_back=puts_draws_back)
-        plugin = self.module.trainer.precision_plugin
+        one_run = self.one_run(puts_draws_back=puts_draws_back)
+        module, deployment = self.trial.module, self.trial.deployment
+        plugin = module.trainer.precision_plugin
         scaler = scaler_of(plugin)
         scale = 1.0 if scaler is None else scaler.get_scale()
-        away = {p for outer in self.deployment.modules_away for p in outer.parameters()}
-        own = [p for p in self.module.parameters() if _can_be_compared(p) and p not in away]
-        trying = self.deployment.hand_overs.trying(is_cut=False)
-        put_back = stand_in(self.module, "log", _drop)
+        away = {p for outer in deployment.modules_away for p in outer.parameters()}
+        own = [p for p in module.parameters() if _can_be_compared(p) and p not in away]
+        trying = deployment.hand_overs.trying(is_cut=False)
+        put_back = stand_in(module, "log", _drop)
         hooks = ParameterHooks()
         hooks.take_off(own)
         try:
-            with from_the_start, torch.enable_grad(), trying as tried:
+            with one_run, torch.enable_grad(), trying as tried:
                 with plugin.train_step_context(), WatchesBackwards(tried):
-                    loss = loss_of(self.module.training_step(batch, *self.rest))
-                self.deployment.check_forward_finished()
+                    loss = loss_of(module.training_step(batch, *self.trial.rest))
+                deployment.check_forward_finished()
                 return RunGradients.of(loss, tried, weight, scale, own, whole)
         finally:
             hooks.put_back()
             put_back()
 
-    def _loss_of_piece(
-        self, piece: Any, number: int, pieces: _Pieces, shares: list[float]
-    ) -> float | None:
-        """The loss of a micro-batch; its share, which is not known yet, will be in ``shares``."""
-        pieces.log.weigh(lambda: shares[number], number)
+    def _loss_of_piece(self, piece: Any, number: int, pieces: LoggedPieces) -> float | None:
+        """The loss of a micro-batch."""
+        pieces.begin(number)
         return self._loss(piece, pieces)
 
     def _loss(
-        self, batch: Any, observer: _Observer = _NOBODY, *, is_cut: bool = False
+        self, batch: Any, logged: Logged | None = None, *, is_cut: bool = False
     ) -> float | None:
-        plugin = self.module.trainer.precision_plugin
-        put_back = stand_in(self.module, "log", observer.note_log)
+        module, deployment = self.trial.module, self.trial.deployment
+        put_back = stand_in(module, "log", _drop if logged is None else logged.log)
         has_gradients = self.checks.needs_gradients
-        trying = self.deployment.hand_overs.trying(is_cut=is_cut)
+        trying = deployment.hand_overs.trying(is_cut=is_cut)
         with torch.set_grad_enabled(has_gradients), trying as tried:
             watching = WatchesBackwards(tried) if has_gradients else nullcontext()
-            with plugin.train_step_context(), watching:
-                result = self.module.training_step(batch, *self.rest)
-            self.deployment.check_forward_finished()
+            with module.trainer.precision_plugin.train_step_context(), watching:
+                result = module.training_step(batch, *self.trial.rest)
+            deployment.check_forward_finished()
         put_back()
         loss = loss_of(result)
-        observer.note_result(result)
+        if logged is not None:
+            logged.end(result)
         return None if loss is None else float(loss.detach())
 
-    def _recover(self) -> None:
-        self.deployment.abort()
-        self.begin_again()
-
-    def _metered(
-        self, batch: CutBatch, pieces: _Pieces, shares: list[float]
-    ) -> tuple[float | None, int]:
+    def _metered(self, batch: CutBatch, pieces: LoggedPieces) -> tuple[float | None, int]:
         """The loss of the first micro-batch, and how many may be one batch for the memory."""
-        device = device_for(self.module.trainer.strategy.root_device)
+        device = device_for(self.trial.module.trainer.strategy.root_device)
         with device.metering() as meter:
-            loss = self._loss_of_piece(batch.microbatches[0], 0, pieces, shares)
+            loss = self._loss_of_piece(batch.microbatches[0], 0, pieces)
             peak_bytes = meter.peak_bytes()
         if not device.overcommits:
             return loss, len(batch.microbatches)  # more than there is raises an error
         most = int(free_main_memory() / 2 / (_MARGIN * max(peak_bytes, 1)))
-        return loss, max(_FEWEST_COMPARED, min(most, self.deployment.most_pieces_in_memory))
+        return loss, max(_FEWEST_COMPARED, min(most, self.trial.deployment.most_pieces_in_memory))
 
     def _weights(self, batch: CutBatch, weighting: LossWeighting) -> list[float]:
-        return batch.weights(weighting, self.deployment.coordinator.stages.copies).all
+        return batch.weights(weighting, self.trial.deployment.coordinator.stages.copies).all
 
-    def _is_random(self, losses: Losses, difference: float, batch: CutBatch) -> bool:
+    def _is_random(self, losses: Losses, difference: Compared, batch: CutBatch) -> bool:
         """Whether the loss varies between forwards by about as much as the difference."""
         found = [losses.whole, self._redrawn(batch.whole)]
         for _ in range(_MOST_DRAWS):
@@ -527,7 +393,7 @@ class FirstBatchCheck:
             spread, scale = max(values) - min(values), max(map(abs, values))
             if not spread > losses.rounding * scale:
                 return False
-            if difference * scale <= _SPREADS * spread:
+            if difference.found * scale <= _SPREADS * spread:
                 break
         else:
             return False
@@ -544,15 +410,10 @@ class FirstBatchCheck:
                 "once for each batch, as on one device, and now for each micro-batch."
             )
 
-    def _redrawn(self, batch: Any, observer: _Observer = _NOBODY) -> float | None:
+    def _redrawn(self, batch: Any, logged: Logged | None = None) -> float | None:
         """The loss with the next random numbers, and with nothing else of the run before."""
-        with self._from_the_start(puts_draws_back=False):
-            return self._loss(batch, observer)
-
-    def _from_the_start(self, *, puts_draws_back: bool = True) -> AbstractContextManager[None]:
-        """Inside, forwards have no side effects: a layer in this process may count its calls, and
-        a module may carry a state from one call to the next."""
-        return self.one_run(puts_draws_back=puts_draws_back)
+        with self.one_run(puts_draws_back=False):
+            return self._loss(batch, logged)
 
     def _remedies(self, losses: Losses, batch: CutBatch) -> list[Remedy]:
         return (
@@ -564,18 +425,18 @@ class FirstBatchCheck:
     def _weightings(self, losses: Losses, batch: CutBatch) -> Iterator[Remedy]:
         if losses.fit([1.0] * len(losses.cut)):
             cause = "the loss is a sum, or is divided by a number that comes with the batch"
-            yield Remedy("loss_weighting='sum'", cause)
+            yield Remedy("`loss_weighting='sum'`", cause)
         for name in ("labels", "samples"):
             try:
                 weights = self._weights(batch, name)
             except BatchError:
                 continue
             if losses.fit(weights):
-                yield Remedy(f"loss_weighting={name!r}", f"the loss is a mean over {name}")
+                yield Remedy(f"`loss_weighting={name!r}`", f"the loss is a mean over {name}")
         for text, counts in _counts_in(batch.microbatches):
             if sum(counts) > 0 and losses.fit([count / sum(counts) for count in counts]):
                 cause = "the loss is a mean over what a mask or labels count"
-                yield Remedy(f"loss_weighting=lambda batch: {text}", cause)
+                yield Remedy(f"`loss_weighting=lambda batch: {text}`", cause)
 
     def _dimensions(self, losses: Losses, batch: CutBatch) -> Iterator[Remedy]:
         if batch.samples is None or batch.samples.are_listed or batch.samples.is_told:
@@ -587,29 +448,24 @@ class FirstBatchCheck:
         samples = Samples(shapes[0][other], other)
         try:
             again = CutBatch.of(batch.whole, len(batch.microbatches), samples)
-            with self._from_the_start():
+            with self.one_run():
                 cut = [self._loss(piece) for piece in again.microbatches]
         except Exception:
             # The user's code may refuse a batch that is cut along a wrong dimension.
-            self._recover()
+            self.trial.recover()
             return
         if replace(losses, cut=cut).fit(self._weights(again, self.weighting)):
-            yield Remedy(f"batch_dim={other}", f"dimension {other} of the batch counts samples")
+            yield Remedy(f"`batch_dim={other}`", f"dimension {other} of the batch counts samples")
 
     def _boundary(self, losses: Losses, batch: CutBatch) -> Iterator[Remedy]:
-        with self.deployment.hand_overs.batch_of(sum(batch.num_samples)), self._from_the_start():
+        with (
+            self.trial.deployment.hand_overs.batch_of(sum(batch.num_samples)),
+            self.one_run(),
+        ):
             found = self._loss(batch.whole, is_cut=True)
         if replace(losses, cut=[found]).fit([1.0]):
-            yield Remedy(SAFE_MODE, "the loss couples the samples of a batch")
-
-    def _rounding(self) -> float:
-        return rounding_of_loss(*self._coarsest())
-
-    def _coarsest(self) -> tuple[torch.dtype, int]:
-        """The coarsest dtype of the computation, and the terms of its longest sum."""
-        dtypes = computing_dtypes(self.module)
-        widths = (max(p.shape, default=1) for p in self.module.parameters())
-        return coarsest([*dtypes, *self.deployment.stage_dtypes]), max(widths, default=1)
+            cause = "the loss couples the samples of a batch"
+            yield Remedy("the safe mode `micro_batching='boundary'`", cause)
 
 
 def _changed_in(module: pl.LightningModule, has_changed: Callable[[Tensor], bool]) -> Iterator[str]:
@@ -646,23 +502,17 @@ def _in_evaluation(module: pl.LightningModule, away: Sequence[nn.Module]) -> Ite
             inner.training = True
 
 
-def _said(
-    which: str,
-    losses: Losses,
-    weights: Sequence[float],
-    difference: float,
-    remedies: Sequence[Remedy],
-) -> str:
+def _said(which: str, losses: Losses, weights: Sequence[float], remedies: Sequence[Remedy]) -> str:
     text = (
         f"The loss of the {which} batch is {losses.whole:.6g}, but its micro-batches combine to "
-        f"{losses.combined(weights):.6g}, a difference of {100 * difference:.3g} %."
+        f"{losses.combined(weights):.6g}, a difference of {losses.difference(weights)}."
     )
     if not remedies:
         return (
             f"{text} Nothing that was tried repairs it, so the layers seem to couple the samples "
             "of a batch; `micro_batches=1` keeps the batch whole."
         )
-    settings = " or ".join(map(str, remedies))
+    settings = " or ".join(each.setting for each in remedies)
     return f"{text} It seems that {remedies[0].cause}; {settings} repairs it."
 
 

@@ -4,9 +4,9 @@
                                                collected outputs, such as router logits
     hidden states that were sent ──▶ the rest  the same, for made-up gradients of what was sent
 
-The layers between do not run backwards from there. Those with code of the user's own do so each by
-itself, from other made-up gradients (`pipeline/trial_backward.py`). The made-up gradient of a
-hidden state is a simple function of it, so that a sample has the same one in the batch and in its
+The layers between do not run backwards from there. Layers with code of the user's own run backwards
+each by itself, from other made-up gradients (`pipeline/trial_backward.py`). The made-up gradient of
+a hidden state is a simple function of it: a sample has the same one in the batch and in its
 micro-batch.
 """
 
@@ -24,27 +24,24 @@ from torch.overrides import TorchFunctionMode
 from typing_extensions import override
 
 from ..coordinator.handover import TriedHandOver
-from ..pipeline.microbatch import STOPPING_DIFFERENCE, inner_backward
-from ..pipeline.trial_backward import (
-    TriedBackward,
-    difference_of_backwards,
+from ..pipeline.microbatch import inner_backward
+from ..pipeline.tolerance import (
+    GRADIENTS,
+    GRADIENTS_OF_OUTPUTS,
+    MADE_UP_GRADIENTS,
+    NOISE_OF_GRADIENTS,
+    NOISE_OF_OUTPUTS,
+    Compared,
     dim_of_cut,
+    gradient_error,
     joined,
-    made_up,
-    other_gradients,
 )
+from ..pipeline.trial_backward import TriedBackward, difference_of_backwards, other_gradients
+from ..pipeline.twin import made_up
 
-# The numbers within a gradient cancel each other more than those of hidden states do: a difference
-# below this multiple of their rounding error, and below this least one, is rounding.
-_CANCELLING = 4.0
-_LEAST_OF_GRADIENTS = 1e-4
-# A gradient that changes the loss by less than this part of it, when the hidden states change by
-# as much as they are, may be what is left of gradients that cancel each other.
-_NOISE = 1e-4
-# A small part of a loss, as one that balances experts, may make all gradients of an output.
-_NOISE_OF_OUTPUTS = 1e-6
 # Parameters that are zero as yet, as those of adapters, change by about this much.
 _LEAST_CHANGE = 1e-2
+_SAFE = "the safe mode `micro_batching='boundary'` repairs it."
 
 
 @dataclass(frozen=True)
@@ -145,7 +142,7 @@ class Backward:
         columns = [each.for_hidden for each in cut]
         rows = zip(self.for_hidden, zip(*columns, strict=True), self.noise, strict=True)
         sums = zip(self.for_parameters, *(each.for_parameters for each in cut), strict=True)
-        of_hidden = (_difference(*row) for row in rows)
+        of_hidden = (gradient_error(*_alike(*row[:2]), row[2]) for row in rows)
         return max(
             [*of_hidden, *(whole.difference(pieces) for whole, *pieces in sums)], default=0.0
         )
@@ -193,14 +190,14 @@ class RunGradients:
         """
         hidden = [each.back for each in tried]
         ends: list[Tensor] = []
-        least = _NOISE * scale
+        change = scale
         if loss is not None:
-            least *= max(1.0, abs(float(loss.detach())))
+            change *= max(1.0, abs(float(loss.detach())))
             # A micro-batch without labels may have a mean over none of them.
             ends += [loss] if loss.requires_grad and weight else []
         weights = [torch.full_like(end, weight * scale) for end in ends]
-        of_loss = Backward.of(ends, weights, hidden, parameters, least)
-        of_outputs = _of_outputs(ends, weights, tried, least / _NOISE * _NOISE_OF_OUTPUTS)
+        of_loss = Backward.of(ends, weights, hidden, parameters, NOISE_OF_GRADIENTS * change)
+        of_outputs = _of_outputs(ends, weights, tried, NOISE_OF_OUTPUTS * change)
         sent = [each for one in tried for each in one.sent if each.requires_grad]
         if whole is None:
             # The layers are taken to change the size of a gradient as little as that of a state.
@@ -214,7 +211,7 @@ class RunGradients:
             is_shared = [shape in whole.sent[n : n + 1] for n, shape in enumerate(shapes)]
             factors = [factor / 2 if each else factor for each in is_shared]
         sent_back = [made_up(each) * size for each, size in zip(sent, factors, strict=True)]
-        least = _NOISE * factor * sum(_norm(each) ** 2 for each in sent)
+        least = NOISE_OF_GRADIENTS * factor * sum(_norm(each) ** 2 for each in sent)
         of_sent = Backward.of(sent, sent_back, hidden, parameters, least)
         of_layers = [each for one in tried for each in one.backwards]
         return cls(of_loss, of_outputs, of_sent, of_layers, [each.shape for each in sent], factor)
@@ -236,56 +233,29 @@ class RunGradients:
     def differing(
         self, cut: Sequence[RunGradients], rounding: float, which: str
     ) -> tuple[str, bool] | None:
-        """What differs from the gradients of micro-batches together, in words, and whether it ends
-        a run; None if nothing does.
+        """The worst difference to the gradients of micro-batches together, in words, and whether it
+        ends a run; None if rounding explains all.
 
         Args:
             cut: Those of the micro-batches, which have as many hand-overs.
             rounding: The relative difference that rounding explains.
             which: The batch, as a word.
         """
-        tolerance = max(rounding, STOPPING_DIFFERENCE)
-        for_loss = difference = self.difference_for_loss(cut)
-        if difference > tolerance:
-            return (
-                f"The loss of the {which} batch is that of its micro-batches, but its gradients "
-                f"are not: they differ by {100 * difference:.3g} %. It seems that the gradients "
-                "are scaled by a number of the batch, as in `loss / loss.detach()`; "
-                "the safe mode `micro_batching='boundary'` repairs it.",
-                True,
-            )
-        difference = self.difference_before_layers(cut) if self.is_cut_into(cut) else 0.0
-        if difference > tolerance:
-            return (
-                f"The code before the layers on workers makes other gradients of the {which} batch "
-                f"than of its micro-batches: they differ by {100 * difference:.3g} %. It seems "
-                "that a hook or an `autograd.Function` there uses a number of the batch, such as "
-                "the norm of a gradient; the safe mode `micro_batching='boundary'` repairs it.",
-                True,
-            )
-        backwards = [each.of_layers for each in cut]
-        difference = difference_of_backwards(self.of_layers, backwards, rounding)
-        if difference > tolerance:
-            return other_gradients(which, difference), True
-        difference, kind = self.difference_for_outputs(cut)
-        if difference > tolerance:
-            return (
-                f"The loss of the {which} batch is that of its micro-batches up to rounding, but "
-                f"its gradients for {kind!r} are not: they differ by {100 * difference:.3g} %. It "
-                "seems that a small part of the loss, such as one that balances experts, couples "
-                "the samples of a batch; the safe mode `micro_batching='boundary'` repairs it.",
-                False,
-            )
-        if for_loss > max(_CANCELLING * rounding, _LEAST_OF_GRADIENTS):
-            return (
-                f"The loss of the {which} batch is that of its micro-batches up to rounding, but "
-                f"its gradients are not: they differ by {100 * for_loss:.2g} %. It seems that a "
-                "small part of the loss is a mean over something else than the rest of it, as over "
-                "all positions beside labels, or couples the samples of a batch; "
-                "the safe mode `micro_batching='boundary'` repairs it.",
-                False,
-            )
-        return None
+        for_outputs, kind = self.difference_for_outputs(cut)
+        outputs = GRADIENTS_OF_OUTPUTS.compare(for_outputs, rounding)
+        loss = GRADIENTS.compare(self.difference_for_loss(cut), rounding)
+        error = self.difference_before_layers(cut) if self.is_cut_into(cut) else 0.0
+        before = MADE_UP_GRADIENTS.compare(error, rounding)
+        of_layers = [each.of_layers for each in cut]
+        layers = difference_of_backwards(self.of_layers, of_layers, rounding)
+        found = [
+            (outputs, _small_part(which, outputs, f" for {kind!r}")),
+            (loss, _scaled(which, loss) if loss.is_large else _small_part(which, loss)),
+            (before, _before_layers(which, before)),
+            (layers, other_gradients(which, layers)),
+        ]
+        others = [(text, each.is_large) for each, text in found if each.is_other]
+        return max(others, key=lambda each: each[1], default=None)
 
     def difference_for_loss(self, cut: Sequence[RunGradients]) -> float:
         """The largest difference of the gradients of the loss to those of micro-batches together,
@@ -391,6 +361,32 @@ def _of_outputs(
     }
 
 
+def _scaled(which: str, difference: Compared) -> str:
+    return (
+        f"The loss of the {which} batch is that of its micro-batches, but its gradients are not: "
+        f"they differ by {difference}. It seems that the gradients are scaled by a number of the "
+        f"batch, as in `loss / loss.detach()`; {_SAFE}"
+    )
+
+
+def _before_layers(which: str, difference: Compared) -> str:
+    return (
+        f"The code before the layers on workers makes other gradients of the {which} batch than of "
+        f"its micro-batches: they differ by {difference}. It seems that a hook or an "
+        "`autograd.Function` there uses a number of the batch, such as the norm of a gradient; "
+        f"{_SAFE}"
+    )
+
+
+def _small_part(which: str, difference: Compared, of: str = "") -> str:
+    return (
+        f"The loss of the {which} batch is that of its micro-batches up to rounding, but its "
+        f"gradients{of} are not: they differ by {difference}. It seems that a small part of the "
+        "loss, such as one that balances experts, couples the samples of a batch, or is a mean "
+        f"over something else than the rest of it, as over all positions beside labels; {_SAFE}"
+    )
+
+
 def _norm(tensor: Tensor) -> float:
     return float(tensor.detach().float().norm())
 
@@ -400,22 +396,10 @@ def _size(tensor: Tensor) -> float:
     return max(_norm(tensor), _LEAST_CHANGE * math.sqrt(tensor.numel()), 1e-6)
 
 
-def _difference(whole: Tensor, pieces: Sequence[Tensor], noise: float) -> float:
-    expected, found = _alike(whole.float(), [piece.float() for piece in pieces])
-    return min((_relative(each, expected, noise) for each in found), default=0.0)
-
-
-def _relative(found: Tensor, expected: Tensor, noise: float) -> float:
-    scale = max(float(found.norm()), float(expected.norm()))
-    # What is not finite is too large, and a loss scaler would skip the step.
-    if not noise < scale < math.inf:
-        return 0.0
-    return float((found - expected).norm()) / scale
-
-
 def _alike(whole: Tensor, pieces: Sequence[Tensor]) -> tuple[Tensor, Iterator[Tensor]]:
     """The whole, and what it may be of the pieces: these joined along their samples; or sums over
     all samples and positions if pieces are padded to other lengths than the whole."""
+    whole, pieces = whole.float(), [piece.float() for piece in pieces]
     dim = dim_of_cut(whole.shape, [piece.shape for piece in pieces])
     if dim is not None:
         return whole, joined(pieces, dim)

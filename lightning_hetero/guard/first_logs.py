@@ -2,88 +2,180 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal, NamedTuple
 
 import torch
 from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor, nn
 from torchmetrics import Metric, MetricCollection
+from typing_extensions import override
 
 from ..coordinator.dry_run import loose_modules
+from ..errors import BatchError
+from ..pipeline.results import StepLog, loss_of, merge_results
+from ..pipeline.tolerance import LOG, number_error
 
-# Values that differ by less may differ by rounding, or by one sample that rounding has moved.
-_TOLERANCE = 1e-3
+Kind = Literal["log", "result"]
 
 
-@dataclass(frozen=True)
-class Logged:
-    """The numbers that one run of a batch has logged.
+class Shown(NamedTuple):
+    """Something that a run logs or returns.
 
     Args:
-        values: By name.
-        batch_sizes: By the names for which ``batch_size`` was given.
-        resolutions: The relative distance of two numbers of a value's dtype, by its name.
-        metrics: The state of metrics at the end of the run, by name.
-        logged_metrics: The metrics that were logged, by name.
-        others: Metrics that may be updated and not logged, by name, with the number of their
-            updates before the run.
+        name: Its name.
+        words: The name in a sentence.
+        value: A number, or a text that has to be the same.
+        head: What the value is, in words.
+        resolution: The relative distance of two numbers of the value's dtype.
     """
 
-    values: dict[str, float] = field(default_factory=dict)
-    batch_sizes: dict[str, float] = field(default_factory=dict)
-    resolutions: dict[str, float] = field(default_factory=dict)
-    metrics: dict[str, float] = field(default_factory=dict)
-    logged_metrics: dict[str, Metric] = field(default_factory=dict)
-    others: Mapping[str, tuple[Metric, int]] = field(default_factory=dict)
+    name: str
+    words: str
+    value: float | str
+    head: str = ""
+    resolution: float = 0.0
 
-    @classmethod
-    def before(cls, metrics: Mapping[str, Metric]) -> Logged:
-        """Nothing is logged yet, and these metrics may be updated."""
-        return cls(others={name: (each, each.update_count) for name, each in metrics.items()})
+    def difference(self, other: Shown, rounding: float) -> str:
+        """The difference in words, or an empty text; other kinds of values are not compared."""
+        if self.head != other.head:
+            return ""
+        if isinstance(self.value, str) or isinstance(other.value, str):
+            is_other, values = self.value != other.value, (self.value, other.value)
+        else:
+            # Each of the two is rounded to its dtype.
+            rounding = max(rounding, self.resolution + other.resolution)
+            is_other = LOG.compare(number_error(self.value, other.value), rounding).is_other
+            values = f"{self.value:.6g}", f"{other.value:.6g}"
+        return f"{self.words} ({self.head}{values[0]} and {values[1]})" if is_other else ""
 
-    def note_all(self, name: str, value: Any, *args: Any, **kwargs: Any) -> None:
-        """Stands in for ``LightningModule.log``; what is neither a number nor a metric of one is
-        left out."""
+
+class Logged:
+    """The logs and results of one run of a batch.
+
+    Args:
+        metrics: Metrics that may be updated and not logged, as they are before the run, by name.
+
+    Attributes:
+        found: By whether it is logged or returned, and where.
+    """
+
+    def __init__(self, metrics: Mapping[str, Metric] | None = None) -> None:
+        self.found: dict[tuple[Kind, Any], Shown] = {}
+        self._logged: dict[str, Metric] = {}
+        self._others = {n: (each, each.update_count) for n, each in (metrics or {}).items()}
+
+    def log(self, name: str, value: Any, *args: Any, **kwargs: Any) -> None:
+        """Stands in for ``LightningModule.log``."""
         self.note(name, value, *args, **kwargs)
         self.note_metric(name, value)
+
+    def end(self, result: Any) -> None:
+        """Note what ``training_step`` has returned, and what metrics have seen."""
+        self.note_result(result)
+        self.compute_metrics()
+
+    def note(self, name: str, value: Any, *_args: Any, **kwargs: Any) -> None:
+        """Note a number; metrics and whatever else is no number are left out."""
+        resolution = 0.0
+        if isinstance(value, Tensor):
+            value = value.detach()
+            resolution = torch.finfo(value.dtype).eps if value.is_floating_point() else 0.0
+        if isinstance(value, (int, float)) or (isinstance(value, Tensor) and value.numel() == 1):
+            self._add("log", Shown(name, repr(name), float(value), "", resolution))
+            if kwargs.get("batch_size") is not None:
+                size = f"{float(kwargs['batch_size']):.6g}"
+                self._add("log", Shown(name, f"the batch size of {name!r}", size))
 
     def note_metric(self, name: str, value: Any) -> None:
         """Note a metric; anything else is left out."""
         if isinstance(value, Metric):
-            self.logged_metrics[name] = value
+            self._logged[name] = value
+
+    def note_result(self, result: Any) -> None:
+        """Note numbers, the shapes of tensors and the lengths of lists in a dictionary."""
+        if isinstance(result, Mapping):
+            self.found.update((("result", path), shown) for path, shown in _inside(result))
 
     def compute_metrics(self) -> None:
         """Note what the metrics have seen at the end of a run: an epoch logs that, though a metric
         may be logged before it is called again, or computed by other code."""
-        logged = {id(metric) for metric in self.logged_metrics.values()}
+        logged = {id(metric) for metric in self._logged.values()}
         updated = {
             name: metric
-            for name, (metric, count) in self.others.items()
+            for name, (metric, count) in self._others.items()
             if metric.update_count != count and id(metric) not in logged
         }
-        for name, metric in (*self.logged_metrics.items(), *updated.items()):
+        for name, metric in (*self._logged.items(), *updated.items()):
             # Some want more than a batch has.
             with suppress(Exception):
                 computed = metric.compute() if metric.update_called else None
                 if isinstance(computed, Tensor) and computed.numel() == 1:
-                    self.metrics[name] = float(computed)
+                    self._add("log", Shown(name, f"the metric {name!r}", float(computed)))
 
-    def note(self, name: str, value: Any, *_args: Any, **kwargs: Any) -> None:
-        """Note a number; metrics and whatever else is no number are left out."""
-        is_number = isinstance(value, (int, float))
-        if is_number or (isinstance(value, Tensor) and value.numel() == 1):
-            self.values[name] = float(value.detach() if isinstance(value, Tensor) else value)
-            if isinstance(value, Tensor) and value.is_floating_point():
-                self.resolutions[name] = torch.finfo(value.dtype).eps
-            if kwargs.get("batch_size") is not None:
-                self.batch_sizes[name] = float(kwargs["batch_size"])
+    def _add(self, kind: Kind, shown: Shown) -> None:
+        self.found[kind, shown.words] = shown
+
+    def differing(self, other: Logged, rounding: float = 0.0) -> dict[tuple[Kind, str], str]:
+        """The differences in words, by kind and name.
+
+        Args:
+            other: The logs and results of the same batch.
+            rounding: The relative difference of a loss that rounding explains.
+        """
+        found: dict[tuple[Kind, str], str] = {}
+        for place in (place for place in self.found if place in other.found):
+            text = self.found[place].difference(other.found[place], rounding)
+            if text:
+                key = place[0], self.found[place].name
+                found[key] = f"{found[key]}, {text}" if key in found else text
+        return found
+
+
+class LoggedPieces(Logged):
+    """The logs and results of the micro-batches of a batch.
+
+    Args:
+        step_log: Merges what they log.
+        metrics: Those of the module, as they are before the batch.
+    """
+
+    def __init__(self, step_log: StepLog, metrics: Mapping[str, Metric]) -> None:
+        super().__init__(metrics)
+        self.step_log = step_log
+        self._results: list[Any] = []
+        self._shares: Sequence[float] = ()
+
+    def begin(self, number: int) -> None:
+        """Begin a micro-batch; `merge` brings its share."""
+        self.step_log.weigh(lambda: self._shares[number], number)
+
+    @override
+    def log(self, name: str, value: Any, *args: Any, **kwargs: Any) -> None:
+        self.step_log.log(name, value, *args, **kwargs)
+        self.note_metric(name, value)
+
+    @override
+    def end(self, result: Any) -> None:
+        self.step_log.note_loss(loss_of(result))
+        self._results.append(form_of(result))
+        self.compute_metrics()
+
+    def merge(self, shares: Sequence[float]) -> None:
+        """Note their logs and results as of one batch, by their shares."""
+        self._shares = shares
+        self.step_log.publish(self.note)
+        if all(isinstance(result, Mapping) for result in self._results):
+            losses = (result["loss"] for result in self._results)
+            added = sum(losses) if self.step_log.adds_losses else None
+            # What has no merged form ends the step itself, which says so.
+            with suppress(BatchError):
+                self.note_result(merge_results(self._results, shares, added))
 
 
 def metrics_of(module: nn.Module) -> dict[str, Metric]:
-    """The metrics of a module by their paths, without those inside of other metrics. Those of a
+    """The metrics of a module by their paths, without metrics inside of others. Metrics of a
     collection share their states, so that one by itself may be behind."""
     found: dict[str, Metric] = {}
     for place, outer in (("", module), *loose_modules(module)):
@@ -96,35 +188,6 @@ def metrics_of(module: nn.Module) -> dict[str, Metric]:
     return found
 
 
-def differing(whole: Logged, cut: Logged, rounding: float = 0.0) -> dict[str, str]:
-    """The differences in words, by the name of the value.
-
-    Args:
-        whole: The logs of the batch.
-        cut: The logs of its micro-batches together.
-        rounding: The relative difference of a loss that rounding explains.
-    """
-    found: dict[str, str] = {}
-    for what, first, second, least in (
-        ("", whole.values, cut.values, rounding),
-        ("the batch size of ", whole.batch_sizes, cut.batch_sizes, 0.0),
-        ("the metric ", whole.metrics, cut.metrics, rounding),
-    ):
-        for name, value in first.items():
-            other = second.get(name, value)
-            # Each of the two is rounded to its dtype.
-            resolution = whole.resolutions.get(name, 0.0) + cut.resolutions.get(name, 0.0)
-            if _differ(value, other, max(least, resolution)):
-                text = f"{what}{name!r} ({value:.6g} and {other:.6g})"
-                found[name] = f"{found[name]}, {text}" if name in found else text
-    return found
-
-
-def _differ(value: float, other: float, rounding: float) -> bool:
-    tolerance = max(_TOLERANCE, rounding)
-    return abs(other - value) > tolerance * max(abs(value), abs(other))
-
-
 def form_of(result: Any) -> Any:
     """A result of ``training_step`` with the forms of its larger tensors alone."""
 
@@ -135,29 +198,17 @@ def form_of(result: Any) -> Any:
     return apply_to_collection(result, Tensor, smaller)
 
 
-def differing_results(
-    whole: Any, cut: Any, rounding: float = 0.0, name: str = "result"
-) -> Iterator[tuple[str, str]]:
-    """The difference between the results of the batch and of its micro-batches: a name, and words.
-
-    Of tensors the shapes are compared, and of lists the lengths.
-    """
-    if isinstance(whole, Mapping) and isinstance(cut, Mapping):
-        for key in (key for key in whole if key in cut):
-            yield from differing_results(whole[key], cut[key], rounding, str(key))
-    elif _is_number(whole) and _is_number(cut):
-        if _differ(float(whole), float(cut), rounding):
-            yield name, f"{name!r} ({float(whole):.6g} and {float(cut):.6g})"
-    elif isinstance(whole, Tensor) and isinstance(cut, Tensor):
-        if whole.shape != cut.shape:
-            yield name, f"{name!r} (of shape {tuple(whole.shape)} and {tuple(cut.shape)})"
-    elif isinstance(whole, (list, tuple)) and isinstance(cut, (list, tuple)):
-        if len(whole) != len(cut):
-            yield name, f"{name!r} (of length {len(whole)} and {len(cut)})"
-        elif hasattr(whole, "_fields"):
-            for key, mine, other in zip(whole._fields, whole, cut, strict=True):
-                yield from differing_results(mine, other, rounding, key)
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, (int, float)) or (isinstance(value, Tensor) and value.ndim == 0)
+def _inside(value: Any, path: tuple[str, ...] = ("result",)) -> Iterator[tuple[Any, Shown]]:
+    """The numbers, shapes and lengths in a result, each with its place."""
+    name, words = path[-1], repr(path[-1])
+    fields: Mapping[Any, Any] = value if isinstance(value, Mapping) else {}
+    if isinstance(value, (int, float)) or (isinstance(value, Tensor) and value.ndim == 0):
+        number = value.detach() if isinstance(value, Tensor) else value
+        yield path, Shown(name, words, float(number))
+    elif isinstance(value, Tensor):
+        yield path, Shown(name, words, str(tuple(value.shape)), "of shape ")
+    elif isinstance(value, (list, tuple)):
+        yield path, Shown(name, words, str(len(value)), "of length ")
+        fields = dict(zip(getattr(value, "_fields", ()), value, strict=False))
+    for key, inner in fields.items():
+        yield from _inside(inner, (*path, str(key)))

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -12,16 +12,16 @@ from lightning_utilities.core.rank_zero import rank_zero_info
 
 from .._lightning import pl
 from ..coordinator.deployment import Deployment
-from ..coordinator.dry_run import no_trace
 from ..coordinator.optimizers import RemoteOptimizer
 from ..errors import WorkerError
 from ..pipeline.microbatch import CutBatch, CutWindow
 from ..pipeline.results import StepLog
-from .audit import Audit, DeploymentAudit
+from .audit import Audit
 from .check_schedule import BatchKindReader, BatchKinds, KeptBatch, RunChecks
 from .first_batch import FirstBatchCheck, tensors_of
-from .interleaving import InterleavingCheck, MicrobatchesAlone
+from .interleaving import InterleavingCheck
 from .step_changes import OwnAttributes, StepChanges, warn_of_backwards, warn_of_changes
+from .trial import Trial
 
 # The interleaving check counts its own runs in the same step.
 _RUN_NUMBER = 4
@@ -45,9 +45,9 @@ class RunGuard:
         if self._audit is not None:
             self._audit.begin_batch(deployment, optimizers)
 
-    def watch(self, deployment: Deployment) -> DeploymentAudit | None:
+    def watch(self, deployment: Deployment) -> Audit | None:
         """The watch over the optimizers' steps, if there is one."""
-        return None if self._audit is None else DeploymentAudit(self._audit, deployment)
+        return self._audit
 
     def of_steps(self, deployment: Deployment) -> CheckedSteps:
         """The checks of the steps of a deployment."""
@@ -75,7 +75,7 @@ class CheckedSteps:
         self._deployment = deployment
         self._options = options
         self._checks = checks
-        self._interleaving = InterleavingCheck(module, deployment, options.batches.check)
+        self._interleaving = InterleavingCheck(deployment, options.batches.check)
         self._kind_reader = BatchKindReader(deployment.coordinator.stages.copies)
         self._own_attributes = OwnAttributes(module, deployment.modules_away)
         # While a batch runs that was checked, what its micro-batches change.
@@ -112,62 +112,56 @@ class CheckedSteps:
             checks.kept = None
         may_check = is_free and (kept is not None or len(cut.microbatches) > 1)
         is_due = schedule.begin_batch(may_check, kept is not None) and not checks.are_over
-        twins = TwinCheck(self._module, self._deployment)
-        wanted = twins.wanted(len(cut.microbatches)) if is_free else []
-        if not is_due and not wanted:
-            return False
         stages, plan = self._deployment.coordinator.stages, self._deployment.plan
         begin = partial(stages.begin_step, plan.max_in_flight, accumulates)
         begin_again = partial(begin, is_trial=True)
+        trial = Trial(self._module, self._deployment, rest, step, begin_again)
+        twins = TwinCheck(trial)
+        wanted = twins.wanted(len(cut.microbatches)) if is_free else []
+        if not is_due and not wanted:
+            return False
         is_first = schedule.number == 1 or (is_due and checks.is_first)
         begin(is_trial=not is_first)
-        twins.run(wanted, cut, rest, step, begin_again, is_first=is_first)
+        twins.run(wanted, cut, is_first=is_first)
         if not is_due:
             stages.dropout_step = step - (not is_first)
             return is_first
         batch = checked = cut.to_check
-        its_rest = rest
         if kept is not None:
             schedule.check_instead(kept.number, kept.found)
-            checked, its_rest = kept.batch
+            checked, rest = kept.batch
         if len(checked.microbatches) > 1:  # the pieces of a window need not be cut
-            self._check_first(checks, checked, its_rest, begin_again)
+            self._check_first(checks, checked, replace(trial, rest=rest))
         if len(cut.microbatches) > 1:
             if not checks.is_first:
                 stages.dropout_step = step
-                begin(is_trial=True)
-            self._interleaving.run_alone(checks, cut, rest, step, begin_again)
+                begin_again()
+            self._interleaving.run_alone(checks, cut, trial)
             stages.dropout_step = step - (not checks.is_first)
         if len(batch.microbatches) > 1:
             away = self._deployment.modules_away
             self._changes = StepChanges(self._module, away, batch.num_samples)
         return checks.is_first
 
-    def _check_first(
-        self,
-        checks: RunChecks,
-        batch: CutBatch,
-        rest: Sequence[Any],
-        begin_again: Callable[[], None],
-    ) -> None:
+    def _check_first(self, checks: RunChecks, batch: CutBatch, trial: Trial) -> None:
         if not checks.is_first:
             rank_zero_info(
                 f"the {checks.which} batch is checked before its step: it runs whole and in "
                 "micro-batches, one after the other, so this step takes longer than others"
             )
-        weighting, mode = self._options.loss_weighting, self._options.batches.check
-        module, deployment = self._module, self._deployment
-        check = FirstBatchCheck(module, deployment, weighting, rest, begin_again, checks)
-        check.run(batch, mode)
+        check = FirstBatchCheck(trial, self._options.loss_weighting, checks)
+        check.run(batch, self._options.batches.check)
 
     def begin_microbatches(self) -> None:
         """Note that the micro-batches of the batch run next."""
         self._own_attributes.begin_step()
 
-    def part(self, microbatch: int) -> AbstractContextManager[None]:
+    @contextmanager
+    def part(self, microbatch: int) -> Iterator[None]:
         """Inside, a part of a micro-batch runs, up to its next hand-over."""
-        own = self._own_attributes.part(microbatch)
-        return own if self._changes is None else _both(self._changes.part(), own)
+        changes = nullcontext() if self._changes is None else self._changes.part()
+        with changes, self._own_attributes.part(microbatch):
+            yield
 
     def note_changes(self) -> None:
         """Look at what the code between two hand-overs has changed."""
@@ -212,37 +206,24 @@ class TwinCheck:
     workers that have taken the place of others: it runs micro-batches, and `Twins` compares.
 
     Args:
-        module: Attached to its Trainer.
-        deployment: Where its layers are.
+        trial: Runs them in a step that has begun.
     """
 
-    module: pl.LightningModule
-    deployment: Deployment
+    trial: Trial
 
     def wanted(self, num_microbatches: int) -> list[int]:
         """The micro-batches that reach the workers which are still to be compared."""
-        hosted, every = self.deployment.hosted, range(num_microbatches)
+        deployment, every = self.trial.deployment, range(num_microbatches)
+        hosted = deployment.hosted
         stays = [index for index in every if hosted is not None and hosted.stays(index)]
-        return self.deployment.hand_overs.twins.wanted(num_microbatches, stays)
+        return deployment.hand_overs.twins.wanted(num_microbatches, stays)
 
-    def run(
-        self,
-        wanted: Sequence[int],
-        batch: CutBatch | CutWindow,
-        rest: Sequence[Any],
-        step: int,
-        begin_again: Callable[[], None],
-        *,
-        is_first: bool,
-    ) -> None:
-        """Run micro-batches in a step that has begun; everything is as before then.
+    def run(self, wanted: Sequence[int], batch: CutBatch | CutWindow, *, is_first: bool) -> None:
+        """Run micro-batches; everything is as before then.
 
         Args:
             wanted: Their numbers.
             batch: The batch as it is cut, or the window.
-            rest: The other arguments of ``training_step``.
-            step: The number of the step for dropout masks.
-            begin_again: Begins a trial step, after something in it has failed.
             is_first: Whether no batch has been trained before.
 
         Raises:
@@ -251,29 +232,18 @@ class TwinCheck:
         """
         if not wanted:
             return
-        alone = MicrobatchesAlone(self.module, self.deployment, rest, step, True, _RUN_NUMBER)
-        away = self.deployment.modules_away
         try:
-            with no_trace(self.module, away, is_timed=False) as runs:
+            with self.trial.no_trace() as runs:
                 for index in wanted:
                     with runs.one():
-                        alone.run(index, batch.microbatches[index])
+                        self.trial.run_alone(index, batch.microbatches[index], _RUN_NUMBER)
         except WorkerError:
             raise  # a layer that changes itself in its first forward alone is refused only now
         except Exception as error:
             # The step itself fails in the same way, unless a trial needs more than it.
-            self.deployment.abort()
-            begin_again()
+            self.trial.recover()
             rank_zero_info(
                 "whether layers on workers compute what they compute here was not checked. "
                 f"{type(error).__name__}: {error}"
             )
-        self.deployment.hand_overs.twins.settle(is_first)
-
-
-@contextmanager
-def _both(
-    outer: AbstractContextManager[None], inner: AbstractContextManager[None]
-) -> Iterator[None]:
-    with outer, inner:
-        yield
+        self.trial.deployment.hand_overs.twins.settle(is_first)

@@ -23,10 +23,6 @@ LossWeighting = Literal["auto", "samples", "labels", "sum"] | Callable[[Any], fl
 
 CheckFirstBatch = Literal["stop", "warn", "off"]
 
-# A larger difference between a batch and its pieces stops the run.
-STOPPING_DIFFERENCE = 0.01
-GO_ON = "To go on all the same, set `check_first_batch='warn'`."
-
 
 def inner_backward() -> ModelError:
     """The error for a ``training_step`` that takes gradients through layers on workers."""

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -21,6 +21,8 @@ from torch import Tensor, nn
 from ..model.captured_outputs import collecting
 from ..model.layer_call import LayerCall, put_hidden, tensors_of
 from ..model.layers import describe_layer
+from .tolerance import FINE, MADE_UP_GRADIENTS, NOISE_IN_LAYERS, Compared, dim_of_cut, joined
+from .twin import made_up, numbers_of, rows_of
 
 logger = logging.getLogger(__name__)
 
@@ -32,11 +34,6 @@ _LIBRARIES = frozenset({"torch", "transformers", "peft", "bitsandbytes"})
 # Gradients are clipped, or divided by their norms, at sizes that nobody knows here: these are about
 # the largest and the smallest of a training.
 _SIZES = (1.0, 1e-3)
-# A gradient that changes the made-up loss by less than this part of it, when the parameter changes
-# by as much as it is, may be what is left of gradients that cancel each other.
-_NOISE = 1e-5
-# Single precision rounds less than this, and half precision more.
-_FINE = 1e-3
 
 
 def has_own_code(layer: nn.Module) -> bool:
@@ -44,12 +41,6 @@ def has_own_code(layer: nn.Module) -> bool:
     return any(
         type(module).__module__.partition(".")[0] not in _LIBRARIES for module in layer.modules()
     )
-
-
-def made_up(tensor: Tensor) -> Tensor:
-    """Other numbers of the same sample, as a gradient; a tensor of one dimension has one number for
-    each sample."""
-    return tensor.detach().roll(1, -1) if tensor.ndim > 1 else tensor.detach()
 
 
 def tried_backward(layer: nn.Module, call: LayerCall, hidden: Tensor) -> list[Tensor]:
@@ -74,7 +65,7 @@ def tried_backward(layer: nn.Module, call: LayerCall, hidden: Tensor) -> list[Te
         try:
             with collecting(()):
                 out = tensors_of(layer(*args, **kwargs), layer, call)[call.hidden_at]
-            least = _NOISE * float(out.detach().float().norm()) ** 2
+            least = NOISE_IN_LAYERS * float(out.detach().float().norm()) ** 2
             for size in _SIZES:
                 of_input, *others = torch.autograd.grad(
                     out,
@@ -99,10 +90,9 @@ def tried_backward(layer: nn.Module, call: LayerCall, hidden: Tensor) -> list[Te
 
 def _rows(gradient: Tensor) -> Tensor:
     """One number for each row."""
-    detached = gradient.detach().float()
-    if detached.ndim < 2:
-        return detached
-    return detached @ _weights(detached.shape[-1]).to(detached.device)
+    if gradient.ndim < 2:
+        return gradient.detach().float()
+    return rows_of(gradient)[:, 0].reshape(gradient.shape[:-1])
 
 
 def _numbers(
@@ -113,23 +103,12 @@ def _numbers(
 ) -> Tensor:
     """For each gradient of a parameter one number, its norm, and the norm below which it may be
     noise."""
-    numbers = [
-        [0.0, 0.0, math.inf] if gradient is None else _three(gradient, parameter, least)
-        for parameter, gradient in zip(parameters, gradients, strict=True)
-    ]
-    return torch.tensor(numbers, device=device).reshape(-1, 3)
-
-
-def _three(gradient: Tensor, parameter: nn.Parameter, least: float) -> list[float]:
-    dense = gradient.to_dense() if gradient.is_sparse else gradient
-    table = dense.detach().float().reshape(-1, dense.shape[-1] if dense.ndim else 1)
-    left, right = (_weights(size).to(table.device) for size in table.shape)
-    size = max(float(parameter.detach().float().norm()), 1e-6)
-    return [float(left @ table @ right), float(table.norm()), least / size]
-
-
-def _weights(size: int) -> Tensor:
-    return torch.randn(size, generator=torch.Generator().manual_seed(0))
+    found = torch.zeros(len(parameters), 3, device=device)
+    for row, parameter, gradient in zip(found, parameters, gradients, strict=True):
+        row.copy_(numbers_of(gradient, device)[[0, 2, 2]])
+        size = max(float(parameter.detach().float().norm()), 1e-6)
+        row[2] = math.inf if gradient is None else least / size
+    return found
 
 
 @dataclass(frozen=True)
@@ -153,7 +132,7 @@ def backwards_in(tensors: Sequence[Tensor]) -> list[TriedBackward]:
 
 def difference_of_backwards(
     whole: Sequence[TriedBackward], cut: Sequence[Sequence[TriedBackward]], rounding: float
-) -> float:
+) -> Compared:
     """The largest relative difference of the backwards of a batch to those of its micro-batches
     together; 0 where they cannot be compared.
 
@@ -164,19 +143,19 @@ def difference_of_backwards(
             of parameters are not compared: that of a key's bias is rounding and nothing else, and
             a token may take another expert by rounding.
     """
-    has_exact_sums = rounding < _FINE and torch.get_float32_matmul_precision() == "highest"
-    if any(len(piece) != len(whole) for piece in cut):
-        return 0.0
+    has_exact_sums = rounding < FINE and torch.get_float32_matmul_precision() == "highest"
     found = [0.0]
-    for one, pieces in zip(whole, zip(*cut, strict=True), strict=True):
-        rows = [piece.rows for piece in pieces]
-        dim = dim_of_cut(one.rows.shape, [each.shape for each in rows])
-        if dim is None:
-            return 0.0  # padded to other lengths, for example
-        found.append(_difference_of_rows(one.rows, rows, dim))
-        if has_exact_sums:
-            found.append(_difference_of_sums(one, pieces))
-    return max(found)
+    if all(len(piece) == len(whole) for piece in cut):
+        for one, pieces in zip(whole, zip(*cut, strict=True), strict=True):
+            rows = [piece.rows for piece in pieces]
+            dim = dim_of_cut(one.rows.shape, [each.shape for each in rows])
+            if dim is None:
+                found = [0.0]  # padded to other lengths, for example
+                break
+            found.append(_difference_of_rows(one.rows, rows, dim))
+            if has_exact_sums:
+                found.append(_difference_of_sums(one, pieces))
+    return MADE_UP_GRADIENTS.compare(max(found), rounding)
 
 
 def _difference_of_rows(whole: Tensor, pieces: Sequence[Tensor], dim: int) -> float:
@@ -198,36 +177,17 @@ def _difference_of_sums(whole: TriedBackward, pieces: Sequence[TriedBackward]) -
     return float((apart / norms)[counts].max()) if bool(counts.any()) else 0.0
 
 
-def other_gradients(which: str, difference: float) -> str:
+def other_gradients(which: str, difference: Compared) -> str:
     """Says that they differ, with the remedies.
 
     Args:
         which: The batch, as a word.
-        difference: The relative difference.
+        difference: What was found.
     """
     return (
         f"The layers on workers make other gradients of the {which} batch than of its "
-        f"micro-batches: they differ by {100 * difference:.3g} %. It seems that a hook, an "
+        f"micro-batches: they differ by {difference}. It seems that a hook, an "
         "`autograd.Function` or a scale in their forward uses a number of the batch, such as the "
         "norm of a gradient or how many numbers there are. `micro_batches=1` keeps the batch whole,"
         " or keep these layers with the coordinator and use `micro_batching='boundary'`."
     )
-
-
-def joined(pieces: Sequence[Tensor], dim: int) -> Iterator[Tensor]:
-    """Join pieces in each order that they may have in a batch: its samples may be there several
-    times, one time behind the other, as chosen and rejected answers in one forward are."""
-    most = math.gcd(*(piece.shape[dim] for piece in pieces))
-    for num_times in (n for n in range(1, most + 1) if most % n == 0):
-        parts = zip(*(piece.chunk(num_times, dim) for piece in pieces), strict=True)
-        yield torch.cat([part for row in parts for part in row], dim)
-
-
-def dim_of_cut(whole: torch.Size, pieces: Sequence[torch.Size]) -> int | None:
-    """The dimension along which tensors of these shapes are one of the whole's shape."""
-    for dim in range(min(len(whole), 2)):
-        others = [[*shape[:dim], *shape[dim + 1 :]] for shape in (whole, *pieces)]
-        num_samples = sum(shape[dim] for shape in pieces if len(shape) == len(whole))
-        if others == others[:1] * len(others) and num_samples == whole[dim]:
-            return dim
-    return None

@@ -29,7 +29,7 @@ from ..model.captured_outputs import collecting
 from ..model.layer_call import LayerCall, put_hidden, tensors_of
 from ..model.layers import describe_layer
 from ..model.tensors import may_have_gradient
-from .trial_backward import made_up
+from .tolerance import FINE, GRADIENTS_OF_LAYER, RESULTS_OF_LAYER
 
 logger = logging.getLogger(__name__)
 
@@ -39,17 +39,12 @@ _NUM_PROJECTIONS = 2
 _BITS = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.uint8}
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 _AS_IT_IS = -1
-# Other kernels order sums otherwise. Differences below this do not come from other code.
-_LEAST = 1e-4
-# Numbers within a gradient cancel each other more than numbers of a result do.
-_CANCELLING = 4.0
 # A token may take another expert by rounding. This share of the rows may differ by any amount.
 _MOST_APART = 1 / 20
 # Rows and gradients below this part of the others may be only rounding, such as a key's bias; half
 # precision leaves more.
 _LEAST_PART = 1e-3
 _LEAST_PART_IN_HALF = 0.1
-_FINE = 1e-3
 
 
 def kind_of(number: int) -> str:
@@ -140,7 +135,7 @@ def answer_of(
         # A layer may change its hidden states in place, and must not change a leaf so.
         args, kwargs = put_hidden(leaf.clone(), call.args, call.kwargs, call.place)
         found = tensors_of(forward(*args, **kwargs), layer, call)
-        answer = TwinAnswer(given, tuple(_rows(found[at]) for at in sorted(found)))
+        answer = TwinAnswer(given, tuple(rows_of(found[at]) for at in sorted(found)))
         if call.training:
             answer = _with_gradients(answer, layer, call, leaf, [*found.values()])
     return {at: tensor.detach() for at, tensor in found.items()}, answer
@@ -169,10 +164,16 @@ def _with_gradients(
         return replace(answer, has_failed=True)
     gradients = dict(zip(map(id, wanted), found, strict=True))
     of_input = gradients.get(id(leaf))
-    rows = _rows(torch.zeros_like(leaf) if of_input is None else of_input)
-    parameters = [_numbers(gradients[id(parameter)], leaf.device) for parameter in trained]
+    rows = rows_of(torch.zeros_like(leaf) if of_input is None else of_input)
+    parameters = [numbers_of(gradients[id(parameter)], leaf.device) for parameter in trained]
     nothing = torch.zeros(0, _NUM_PROJECTIONS + 1, device=leaf.device)
     return replace(answer, gradients=(rows, torch.stack(parameters) if parameters else nothing))
+
+
+def made_up(tensor: Tensor) -> Tensor:
+    """Other numbers of the same sample, as a gradient; a tensor of one dimension has one number for
+    each sample."""
+    return tensor.detach().roll(1, -1) if tensor.ndim > 1 else tensor.detach()
 
 
 def _made_up(result: Tensor) -> Tensor:
@@ -181,7 +182,7 @@ def _made_up(result: Tensor) -> Tensor:
     return (made_up(result).float() / size).to(result.dtype)
 
 
-def _rows(tensor: Tensor) -> Tensor:
+def rows_of(tensor: Tensor) -> Tensor:
     """Two projections and the norm of each row, without a product of matrices: autocast would round
     it."""
     table = _as_table(tensor)
@@ -189,7 +190,7 @@ def _rows(tensor: Tensor) -> Tensor:
     return torch.stack([*projections, table.norm(dim=-1)], -1)
 
 
-def _numbers(gradient: Tensor | None, device: torch.device) -> Tensor:
+def numbers_of(gradient: Tensor | None, device: torch.device) -> Tensor:
     """Two projections and the norm of a parameter's gradient; zeros without one."""
     if gradient is None:
         return torch.zeros(_NUM_PROJECTIONS + 1, device=device)
@@ -240,24 +241,22 @@ def difference_of(
         names: The names of the trained parameters.
         rounding: The relative difference of results due to rounding.
     """
-    tolerance = max(rounding, _LEAST)
-    found = [
-        (TwinDifference("its results", _error_of_rows(one, other)), tolerance)
-        for one, other in _pairs(here.results, there.results)
-    ]
+
+    results = _pairs(here.results, there.results)
+    allowed = RESULTS_OF_LAYER.compare(0.0, rounding).allowed
+    found = [(TwinDifference("its results", _error_of_rows(*pair)), allowed) for pair in results]
     if not (here.has_failed or there.has_failed):
         pairs = _pairs(here.gradients, there.gradients)
-        of_input = [_error_of_rows(*pair) for pair in pairs[:1]]
-        found += [
-            (TwinDifference("the gradients of its input", error), _CANCELLING * tolerance)
-            for error in of_input
+        others = [
+            TwinDifference("the gradients of its input", _error_of_rows(*pair))
+            for pair in pairs[:1]
         ]
         # Where rows take other experts, sums over all rows cannot be compared.
-        if all(_are_alike(*pair, tolerance) for pair in _pairs(here.results, there.results)):
-            of_parameters = [_error_of_parameters(*pair, names, rounding) for pair in pairs[1:]]
-            found += [(each, _CANCELLING * tolerance) for each in of_parameters]
+        if all(_are_alike(*pair, allowed) for pair in results):
+            others += [_error_of_parameters(*pair, names, rounding) for pair in pairs[1:]]
+        found += [(each, GRADIENTS_OF_LAYER.compare(0.0, rounding).allowed) for each in others]
     worst, allowed = max(found, key=lambda each: each[0].relative / each[1])
-    return None if worst.relative <= allowed else worst
+    return worst if worst.relative > allowed else None
 
 
 _MISSING = torch.full((1, _NUM_PROJECTIONS + 1), math.nan)
@@ -292,7 +291,7 @@ def _error_of_parameters(
         return TwinDifference("its parameters with gradients", math.inf)
     if not names:
         return TwinDifference("its gradients", 0.0)
-    least_part = _LEAST_PART if rounding < _FINE else _LEAST_PART_IN_HALF
+    least_part = _LEAST_PART if rounding < FINE else _LEAST_PART_IN_HALF
     mine, theirs = mine.cpu(), theirs.cpu()
     norms = torch.maximum(mine[:, -1], theirs[:, -1]).nan_to_num(0.0, 0.0)
     relative = _relative(mine, theirs).where(norms > least_part * norms.max(), 0.0)

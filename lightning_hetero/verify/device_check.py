@@ -11,7 +11,7 @@ from __future__ import annotations
 import itertools
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -22,7 +22,6 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader
 from transformers import LlamaConfig, LlamaForCausalLM
-from typing_extensions import override
 
 from .. import HeteroPipelineStrategy, PipelineProfiler
 from .._lightning import Accelerator, AcceleratorRegistry, MixedPrecision, SingleDeviceStrategy, pl
@@ -33,8 +32,8 @@ from ..devices.device import Device, device_for
 from ..errors import HeteroError
 from ..launch.local import start_local_workers, stop_local_workers
 from ..pipeline.boundary import Activation
+from ..pipeline.tolerance import relative_error
 from ..plan import COORDINATOR, Plan, StagePlan
-from ..planner.profile import Profile
 from ..planner.solver import Wishes, predict_given
 from ..transport.token import Token, write_token_file
 from ..units import in_bytes, in_percent
@@ -237,9 +236,7 @@ def losses(bench: TrainingBench) -> Iterator[CheckFinding]:
     for here, there in bench.pairs:
         found = bench.train(here, bench.strategy(there))
         yield _compared(f"coordinator on {here}, worker on {there}", found, alone[here], TOLERANCE)
-    own = str(bench.device)
-    again = bench.train(own, bench.strategy(own, recompute=True))
-    yield _compared("the same, with recompute", again, alone[own], TOLERANCE)
+    yield _beside_alone("the same, with recompute", bench, recompute=True)
 
 
 def bits(bench: TrainingBench) -> Iterator[CheckFinding]:
@@ -260,30 +257,22 @@ def bits(bench: TrainingBench) -> Iterator[CheckFinding]:
 
 def precisions(bench: TrainingBench) -> Iterator[CheckFinding]:
     """Losses under bf16-mixed."""
-    own = str(bench.device)
-    plain = bench.train(own, plugins=[bench.mixed])
-    found = bench.train(own, bench.strategy(own), plugins=[bench.mixed])
-    yield _compared("bf16-mixed", found, plain, ROUNDED_TOLERANCE)
+    yield _beside_alone("bf16-mixed", bench, ROUNDED_TOLERANCE, {"plugins": [bench.mixed]})
 
 
 def four_bits(bench: TrainingBench) -> Iterator[CheckFinding]:
     """Losses with layers in 4 bits and adapters."""
-    own = str(bench.device)
     try:
         prepare = _in_four_bits(bench.folder / "model")
     except ImportError as error:
         yield CheckFinding("NF4 with LoRA", f"skipped: {error}")
-        return
-    plain = bench.train(own, prepare=prepare)
-    found = bench.train(own, bench.strategy(own), prepare)
-    yield _compared("NF4 with LoRA", found, plain, TOLERANCE)
+    else:
+        yield _beside_alone("NF4 with LoRA", bench, options={"prepare": prepare})
 
 
 def compiling(bench: TrainingBench) -> Iterator[CheckFinding]:
     """Losses with compiled layers."""
-    own = str(bench.device)
-    strategy = bench.strategy(own, compile=True)
-    yield _compared("compile", bench.train(own, strategy), bench.train(own), TOLERANCE)
+    yield _beside_alone("compile", bench, compile=True)
 
 
 def copies(bench: TrainingBench) -> Iterator[CheckFinding]:
@@ -307,26 +296,6 @@ def copies(bench: TrainingBench) -> Iterator[CheckFinding]:
     yield CheckFinding("copies hidden behind products", in_percent(hidden), hidden > 0.5)
 
 
-class _WaitsOfSteps(pl.Callback):
-    """Counts the waits of all steps but the first: the first step also checks a batch.
-
-    Args:
-        count: Returns their number so far.
-    """
-
-    def __init__(self, count: Callable[[], int]) -> None:
-        self._count = count
-        self._after: dict[int, int] = {}
-
-    @override
-    def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
-        self._after[trainer.global_step] = self._count()
-
-    @property
-    def per_step(self) -> float:
-        return (self._after[NUM_STEPS] - self._after[1]) / (NUM_STEPS - 1)
-
-
 def waiting(bench: TrainingBench) -> Iterator[CheckFinding]:
     """Calls that make the computing thread wait for the device."""
     own, device = str(bench.device), device_for(bench.device)
@@ -338,9 +307,15 @@ def waiting(bench: TrainingBench) -> Iterator[CheckFinding]:
                     "calls that wait for the device", "torch does not report them here"
                 )
                 return
-            waits = _WaitsOfSteps(count)
-            bench.train(own, strategy, callbacks=[waits])
-        counts.append(waits.per_step)
+            after: dict[int, int] = {}
+
+            def note(trainer: pl.Trainer, *_: Any, count: Any = count, after: Any = after) -> None:
+                after[trainer.global_step] = count()
+
+            noting = pl.callbacks.LambdaCallback(on_train_batch_end=note)
+            bench.train(own, strategy, callbacks=[noting])
+        # The first step also checks a batch.
+        counts.append((after[NUM_STEPS] - after[1]) / (NUM_STEPS - 1))
     found = f"{counts[1]:.1f} per step in the coordinator, {counts[0]:.1f} without workers"
     yield CheckFinding("calls that wait for the device", found, counts[1] <= counts[0] + 1)
 
@@ -348,10 +323,20 @@ def waiting(bench: TrainingBench) -> Iterator[CheckFinding]:
 def memory(bench: TrainingBench) -> Iterator[CheckFinding]:
     """Memory of a worker, against the planner's account."""
     own = str(bench.device)
-    strategy, peaks = bench.strategy(own), _Peaks()
+    strategy, peak_bytes = bench.strategy(own), 0.0
+    plan, profile = None, None
+
+    def note(trainer: pl.Trainer, *_: Any) -> None:
+        nonlocal plan, profile, peak_bytes
+        if (deployment := deployment_of(trainer)) is not None:
+            telemetry = Telemetry.of(deployment.coordinator)
+            records = telemetry.records(telemetry.ask_records(with_spans=False))
+            peak_bytes = max(records[1].health.get("memory_peak_bytes", 0.0), peak_bytes)
+            plan, profile = deployment.plan, profile_of(trainer)
+
     profiler = PipelineProfiler(budget_seconds=PROFILE_SECONDS, path=bench.folder / "profile.json")
-    bench.train(own, strategy, callbacks=[profiler, peaks])
-    plan, profile = peaks.plan, peaks.profile
+    noting = pl.callbacks.LambdaCallback(on_train_batch_end=note)
+    bench.train(own, strategy, callbacks=[profiler, noting])
     if plan is None or profile is None or own == "cpu":
         yield CheckFinding(
             "memory of a worker", "not counted: a processor's is that of the process"
@@ -359,8 +344,8 @@ def memory(bench: TrainingBench) -> Iterator[CheckFinding]:
         return
     need = predict_given(plan, profile, Wishes()).chosen.need(plan.workers[0])
     counted = float(need.total)
-    found = f"{in_bytes(peaks.peak_bytes)}, of {in_bytes(counted)} that the planner counts"
-    is_good = peaks.peak_bytes <= counted * MOST_OF_ACCOUNT
+    found = f"{in_bytes(peak_bytes)}, of {in_bytes(counted)} that the planner counts"
+    is_good = peak_bytes <= counted * MOST_OF_ACCOUNT
     yield CheckFinding("memory of a worker's tensors, at most", found, is_good)
 
 
@@ -402,29 +387,33 @@ CHECKS: Sequence[Check] = (
 )
 
 
-class _Peaks(pl.Callback):
-    """The plan and profile of a run, and its worker's peak of memory for tensors."""
+def _beside_alone(
+    what: str,
+    bench: TrainingBench,
+    tolerance: float = TOLERANCE,
+    options: Mapping[str, Any] | None = None,
+    **of_stage: Any,
+) -> CheckFinding:
+    """Compare runs on the device alone and with a worker on it.
 
-    def __init__(self) -> None:
-        self.plan: Plan | None = None
-        self.profile: Profile | None = None
-        self.peak_bytes = 0.0
-
-    def on_train_batch_end(self, trainer: pl.Trainer, *_arguments: Any) -> None:
-        deployment = deployment_of(trainer)
-        if deployment is None:
-            return
-        telemetry = Telemetry.of(deployment.coordinator)
-        records = telemetry.records(telemetry.ask_records(with_spans=False))
-        self.peak_bytes = max(records[1].health.get("memory_peak_bytes", 0.0), self.peak_bytes)
-        self.plan, self.profile = deployment.plan, profile_of(trainer)
+    Args:
+        what: The row's name.
+        bench: Trains.
+        tolerance: The largest relative difference of losses.
+        options: For both runs.
+        of_stage: Options of the worker's stage.
+    """
+    own, given = str(bench.device), options or {}
+    found = bench.train(own, bench.strategy(own, **of_stage), **given)
+    return _compared(what, found, bench.train(own, **given), tolerance)
 
 
 def _compared(
     what: str, found: CheckedModule, expected: CheckedModule, tolerance: float
 ) -> CheckFinding:
     pairs = list(zip(found.losses, expected.losses, strict=True))
-    worst = max(abs(ours - theirs) / abs(theirs) for ours, theirs in pairs)
+    # Unlike a difference of numbers, the error is infinite if one of them is NaN.
+    worst = max(relative_error(torch.tensor(ours), torch.tensor(theirs)) for ours, theirs in pairs)
     text = f"losses within {worst:.1e}, allowed {tolerance:.0e}"
     return CheckFinding(what, text, len(pairs) == NUM_STEPS and worst <= tolerance)
 

@@ -35,10 +35,9 @@ from ..pipeline.results import loss_of
 from ..pipeline.tolerance import (
     Comparison,
     RehearsalVerdict,
+    Rounding,
     Worst,
-    coarsest,
     relative_error,
-    tolerance,
     worst_gradient,
 )
 from ..plan import COORDINATOR, Plan, StagePlan
@@ -57,22 +56,13 @@ class Observed:
         loss: The result of ``training_step``.
         activations: The hidden states after layers, by their numbers.
         before: The gradients of the hidden states before layers, if they require gradients.
-        gradients: The gradients of parameters, by their layers' numbers and their names there.
+        gradients: By layers' numbers, the gradients of parameters by their names.
     """
 
     loss: Tensor = field(default_factory=lambda: torch.zeros(()))
     activations: dict[int, Tensor] = field(default_factory=dict)
     before: dict[int, Tensor] = field(default_factory=dict)
-    gradients: dict[str, Tensor] = field(default_factory=dict)
-
-    def gradients_of(self, number: int) -> dict[str, Tensor]:
-        """The gradients of one layer, by the names of its parameters."""
-        start = f"{number}."
-        return {
-            name.removeprefix(start): gradient
-            for name, gradient in self.gradients.items()
-            if name.startswith(start)
-        }
+    gradients: dict[int, dict[str, Tensor]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -136,16 +126,17 @@ class Observer:
             )
         return loss
 
-    def _gradients(self, deployment: Deployment | None) -> dict[str, Tensor]:
+    def _gradients(self, deployment: Deployment | None) -> dict[int, dict[str, Tensor]]:
         found = {
-            f"{number}.{name}": _copied(parameter.grad)
+            number: {n: _copied(p.grad) for n, p in named if p.grad is not None}
             for number, layer in self.layers.items()
-            for name, parameter in layer.module.named_parameters()
-            if parameter.grad is not None
+            for named in [layer.module.named_parameters()]
         }
         if deployment is not None:
             trained = [name for p, name in deployment.tensors.names_of.items() if p.requires_grad]
-            found |= deployment.coordinator.optimizers.fetch_gradients(trained)
+            for name, away in deployment.coordinator.optimizers.fetch_gradients(trained).items():
+                number, _, own_name = name.partition(".")
+                found[int(number)][own_name] = away
         return found
 
 
@@ -299,7 +290,7 @@ class Rehearsal:
         widest_sum: int,
     ) -> Comparison:
         first, end = stages[0].layers[0], stages[-1].layers[1]
-        dtype = coarsest(self._dtypes(stages))
+        rounding = Rounding.of([], self._dtypes(stages), widest_sum)
         gradient = None
         # An embedding's input does not have a gradient.
         if first in expected.before and not stages[0].embedding:
@@ -312,7 +303,7 @@ class Rehearsal:
             activation=relative_error(found.activations[end - 1], expected.activations[end - 1]),
             gradient=gradient,
             parameters=_worst(found, expected, [n for s in stages for n, _ in self._held(s)]),
-            tolerance=tolerance(dtype, len(self.layers), widest_sum),
+            tolerance=rounding.of_numbers(len(self.layers)),
         )
 
     def _dtypes(self, stages: Sequence[StagePlan]) -> Iterator[torch.dtype]:
@@ -366,9 +357,6 @@ def _unrounded(stage: StagePlan) -> StagePlan:
 
 def _worst(found: Observed, expected: Observed, numbers: Iterable[int]) -> Worst:
     """The worst parameter's gradient of some layers, by its layer and name."""
-    each = [
-        replace(worst, name=f"{describe_layer(number)}: {worst.name}")
-        for number in numbers
-        for worst in [worst_gradient(found.gradients_of(number), expected.gradients_of(number))]
-    ]
-    return max(each, key=lambda worst: worst.error)
+    pairs = [(worst_gradient(found.gradients[n], expected.gradients[n]), n) for n in numbers]
+    worst, number = max(pairs, key=lambda pair: pair[0].error)
+    return replace(worst, name=f"{describe_layer(number)}: {worst.name}")

@@ -37,7 +37,7 @@ def test_the_difference_is_relative(
     whole: float | None, cut: list[float | None], weights: list[float], difference: float
 ) -> None:
     losses = Losses(whole, cut, ROUNDING)
-    assert losses.difference(weights) == pytest.approx(difference, abs=2e-5)
+    assert losses.difference(weights).found == pytest.approx(difference, abs=2e-5)
     assert losses.fit(weights) == (difference <= ROUNDING)
 
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torchmetrics import MeanMetric
 
-from lightning_hetero.guard.first_logs import Logged, differing, differing_results, form_of
+from lightning_hetero.guard.first_logs import Logged, form_of
 
 
 def logged(value: float, batch_size: int | None = None) -> Logged:
@@ -28,33 +28,32 @@ def logged(value: float, batch_size: int | None = None) -> Logged:
     ],
 )
 def test_what_differs_is_named_with_both_numbers(whole: Logged, cut: Logged, expected: str) -> None:
-    assert ", ".join(differing(whole, cut).values()) == expected
+    assert ", ".join(whole.differing(cut).values()) == expected
 
 
 def test_what_a_loss_in_bfloat16_may_differ_by_is_rounding() -> None:
     whole, cut = logged(0.176758, 8), logged(0.177734, 32)
-    assert differing(whole, cut) == {
-        "value": "'value' (0.176758 and 0.177734), the batch size of 'value' (8 and 32)"
-    }
-    assert differing(whole, cut, rounding=0.01) == {"value": "the batch size of 'value' (8 and 32)"}
+    sizes = "the batch size of 'value' (8 and 32)"
+    assert whole.differing(cut) == {("log", "value"): f"'value' (0.176758 and 0.177734), {sizes}"}
+    assert whole.differing(cut, rounding=0.01) == {("log", "value"): sizes}
 
 
 def test_a_value_in_bfloat16_is_compared_as_exactly_as_it_is() -> None:
     whole, cut, other = Logged(), Logged(), Logged()
     for each, value in ((whole, 0.176758), (cut, 0.177734), (other, 0.19)):
         each.note("value", torch.tensor(value, dtype=torch.bfloat16))
-    assert not differing(whole, cut)
-    assert [*differing(whole, other)] == ["value"]
+    assert not whole.differing(cut)
+    assert [*whole.differing(other)] == [("log", "value")]
 
 
 def test_what_a_metric_has_seen_is_compared() -> None:
     metric = MeanMetric()
     whole, cut = Logged(), Logged()
     for each, value in ((whole, 1.0), (cut, 3.0)):
-        each.note_all("mean", metric)
+        each.log("mean", metric)
         metric.update(value)  # it may be called again after it was logged
         each.compute_metrics()
-    assert differing(whole, cut) == {"mean": "the metric 'mean' (1 and 2)"}
+    assert whole.differing(cut) == {("log", "mean"): "the metric 'mean' (1 and 2)"}
 
 
 Pair = namedtuple("Pair", ["first", "second"])  # noqa: PYI024 - as users write it
@@ -75,7 +74,10 @@ Pair = namedtuple("Pair", ["first", "second"])  # noqa: PYI024 - as users write 
     ],
 )
 def test_what_is_returned_otherwise_is_named(whole: Any, cut: Any, expected: str) -> None:
-    found = ", ".join(text for _, text in differing_results(form_of(whole), form_of(cut)))
+    runs = Logged(), Logged()
+    for run, result in zip(runs, (whole, cut), strict=True):
+        run.note_result(form_of(result))
+    found = ", ".join(runs[0].differing(runs[1]).values())
     assert expected in found
     assert bool(found) == bool(expected)
 
@@ -85,4 +87,11 @@ def test_only_numbers_are_compared() -> None:
     found.note("tensor", torch.tensor([2.0]))
     found.note("vector", torch.ones(2))
     found.note("metric", MeanMetric())
-    assert found.values == {"tensor": 2.0}
+    assert {key: shown.value for key, shown in found.found.items()} == {("log", "'tensor'"): 2.0}
+    assert not Logged().differing(found)
+
+
+@pytest.mark.parametrize(("value", "other"), [(1.0, float("nan")), (float("inf"), 1.0)])
+def test_a_number_on_one_side_alone_is_a_difference(value: float, other: float) -> None:
+    assert [*logged(value).differing(logged(other))] == [("log", "value")]
+    assert not logged(other).differing(logged(other))

@@ -45,12 +45,12 @@ def test_the_worst_micro_batch_is_named(
     found = losses.largest_difference(in_step)
     assert found is not None
     assert found.microbatch == microbatch
-    assert losses.is_large(found) == is_large
+    assert found.compared.is_large == is_large
 
 
 def test_a_run_in_half_precision_does_not_end_at_its_rounding() -> None:
     losses = LossesAlone([1.0], 4e-3)
     found = losses.largest_difference([1.01])
     assert found is not None
-    assert not losses.is_large(found)
+    assert not found.compared.is_large
     assert str(found) == "1.01 for micro-batch 0, and 1 alone"

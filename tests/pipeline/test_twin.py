@@ -17,7 +17,7 @@ from lightning_hetero.model.layer_call import LayerCall
 from lightning_hetero.pipeline.boundary import Activation, Surroundings
 from lightning_hetero.pipeline.rule import Key
 from lightning_hetero.pipeline.stage import Stage
-from lightning_hetero.pipeline.tolerance import rounding_of_hidden
+from lightning_hetero.pipeline.tolerance import Rounding
 from lightning_hetero.pipeline.twin import (
     TwinAnswer,
     TwinDifference,
@@ -29,8 +29,8 @@ from lightning_hetero.pipeline.twin import (
 
 WIDTH = 16
 CALL = LayerCall(0, True, (), {})
-FINE = rounding_of_hidden(torch.float32, 1, WIDTH)
-COARSE = rounding_of_hidden(torch.bfloat16, 1, WIDTH)
+FINE = Rounding(torch.float32, WIDTH).of_hidden(1)
+COARSE = Rounding(torch.bfloat16, WIDTH).of_hidden(1)
 
 
 class Attending(nn.Module):
