@@ -92,7 +92,7 @@ from .values import Slot, Value
 from .values import StageSpec as StageSpec
 
 # Every frame carries it. It grows with every change of a message.
-PROTOCOL_VERSION = 17
+PROTOCOL_VERSION = 18
 
 # Characters of a peer's own words that are shown.
 _MOST_SHOWN = 100

@@ -66,9 +66,10 @@ class TakeSnapshot(StampedRequest, frozen=True):
 
 
 class SnapshotBegun(StageReport, frozen=True):
-    """The snapshot holds the state behind all that the worker has said so far."""
+    """The snapshot holds the state behind all that the worker has said so far, of these tensors."""
 
     number: Count
+    names: list[Name] = []
 
 
 class SnapshotPart(StageReport, frozen=True):

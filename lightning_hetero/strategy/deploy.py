@@ -233,7 +233,7 @@ class Site:
         if before is not None:  # a plan that is refused changes nothing
             coordinator.serve(plan.workers, plan.narrowings)
         else:
-            coordinator.replacements.begin()
+            coordinator.replacements.begin({}, ())
         self._announce_layers(layers)
         self._announce_plan(plan)
         return deployment
