@@ -29,7 +29,6 @@ from .answer_checks import held_tensors
 from .layers import RemoteLayers
 from .member import Member
 from .roster import What
-from .run_part import Names
 from .tensor_transfers import PassedOn, TensorLoad, send_all
 from .worker_stages import Holdings, RemoteStage, numbered_stages, owners_of
 
@@ -133,13 +132,16 @@ class LayerMove:
         self._remote.connections.note(What.MOVING)
         try:
             yield from self._moves()
-            # Behind this line, all tensors are where the new plan has them.
-            self._remote.connections.part.after_move(*self._kept_and_got())
         except MoveUndone:
             raise
         except BaseException as error:
             self._remote.connections.part.on_failed_move(error)
             raise
+        # From here on, all tensors are where the new plan has them.
+        is_on_disk = self._is_on_disk
+        sources = {key: each for key, each in self._sources.items() if not is_on_disk(key[0])}
+        rounded = {name for name, _ in sources if self._is_rounded(name)}
+        self._remote.connections.part.begin(sources, rounded)
         self._remote.connections.note(What.SETTLED)
 
     def _moves(self) -> Iterator[str]:
@@ -169,21 +171,10 @@ class LayerMove:
         for worker in self._after.workers:
             remote.deployed[worker] = self._after.deploy_message(worker, self._seed)
 
-    def _kept_and_got(self) -> tuple[Names, Names]:
-        """The tensors that are with their workers as before, and those that are in no file."""
-        kept: dict[Member, set[str]] = {}
-        got: dict[Member, set[str]] = {}
-        for (name, target), source in self._sources.items():
-            if source is target and not self._is_converted(name):
-                kept.setdefault(target, set()).add(name)
-            elif not self._is_on_disk(name):
-                got.setdefault(target, set()).add(name)
-        return kept, got
-
-    def _is_converted(self, name: str) -> bool:
+    def _is_rounded(self, name: str) -> bool:
         """Whether a tensor has another dtype on its worker than before."""
-        before, after = self._before.tensors[name], self._after.tensors[name]
-        return before.spec.dtype != after.spec.dtype
+        before, after = self._before.tensors.get(name), self._after.tensors[name]
+        return before is not None and before.spec.dtype != after.spec.dtype
 
     def _deploy_message(self, worker: Member) -> m.Deploy:
         kept = [n for (n, target), source in self._sources.items() if target is source is worker]
@@ -200,9 +191,11 @@ class LayerMove:
             n for (n, target), source in self._sources.items() if target is worker and not source
         }
         stages = self._after.stages_of(worker)
-        contents = chain.from_iterable(stage.contents(names) for stage in stages)
+        found = chain.from_iterable(stage.contents(names) for stage in stages)
+        connections, is_on_disk = self._remote.connections, self._is_on_disk
+        contents = connections.part.spooled(worker.number, found, lambda name: not is_on_disk(name))
         is_packed_there = partial(stored_in_four_bits, self._after.layers)
-        return TensorLoad(worker, contents, self._remote.connections.requests.send, is_packed_there)
+        return TensorLoad(worker, contents, connections.requests.send, is_packed_there)
 
     def _passed_on(self) -> list[PassedOn]:
         """The tensors from worker to worker."""

@@ -3,7 +3,7 @@
     lost       its channel has ended for good
     dialled    the same worker, of which another process may serve by now; else an idle worker; else
                a second process on a machine of the run
-    restored   its layers as they were sent, then its part of the latest snapshot
+    restored   the latest content of its layers: from the snapshot, else as they were sent
     linked     its neighbors talk to it, and send again what they kept for the lost one
     repeated   it gets again what the lost one was told since the snapshot, in the same order
 
@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain
@@ -46,8 +46,8 @@ from .lost_workers import MOST_LOSSES_IN_A_STEP, Loss, why_not_again
 from .member import Member
 from .requests import Answer
 from .roster import NEXT, Phase, Row, What
-from .run_part import Contents, Names, RunPart
-from .snapshots import Snapshots, check_snapshot
+from .run_part import Contents, RunPart, Sources
+from .snapshots import Snapshots
 from .takeover import Takeovers, needed_bytes
 from .worker_stages import Holdings, kind_of
 
@@ -59,8 +59,9 @@ _BETWEEN_DIALS_SECONDS = 0.1
 _MOST_UNDER_WAY = 2
 # Where nobody comes back in time, so many attempts may end since a process that came is lost too.
 _MOST_TRIES_ELSEWHERE = 3
-# So long steps wait for the snapshot behind a move.
+# So long a move waits for the snapshot before it.
 _MOST_HELD_SECONDS = 30.0
+_MOVED = "Layers have moved, and no snapshot has come to its end since."
 
 
 @dataclass(frozen=True)
@@ -71,13 +72,13 @@ class _Before:
         holdings: The tensors of each worker.
         deployed: The request to build for each worker.
         journals: The messages to each worker since the latest snapshot.
-        store: Keeps the frames of these journals.
+        has_snapshot: Whether a snapshot of this state is whole.
     """
 
     holdings: Holdings
     deployed: dict[Member, m.Deploy]
     journals: Mapping[Member, Journal | None]
-    store: FrameStore
+    has_snapshot: bool
 
 
 class Replacements(RunPart):
@@ -115,9 +116,7 @@ class Replacements(RunPart):
         self._layers = layers
         self._stages = stages
         self._observers = observers
-        self._snapshots = Snapshots(
-            settings, folder, connections, layers, stages, self._drop_before
-        )
+        self._snapshots = Snapshots(settings, folder, connections, layers, stages)
         self._files = self._snapshots.files
         self._takeovers = Takeovers(connections, self._need_of)
         self._store = FrameStore()
@@ -125,8 +124,6 @@ class Replacements(RunPart):
         self._loss: dict[Member, Loss] = {}
         # What was before the move that is under way.
         self._before: _Before | None = None
-        # What has ended the run when that would have left layers between two plans.
-        self._postponed: BaseException | None = None
         # What the last bits depended on when the layers were sent.
         self._kinds: dict[Member, tuple[str, ...]] = {}
         # What each worker keeps of its messages to others.
@@ -139,13 +136,20 @@ class Replacements(RunPart):
         self._files.close()
         self._store.close()
 
-    def begin(self) -> None:
+    def begin(self, sources: Sources, rounded: Collection[str]) -> None:
         """Keep from now on what is said: the workers have their layers, and no step has run."""
-        self._connections.broadcast(m.KeepSent(MOST_IN_MEMORY_BYTES))
+        before, self._before = self._before, None
+        has_snapshot = before is None or before.has_snapshot
+        self._snapshots.follow(sources, rounded, has_snapshot)
+        self._store.close()
+        self._store = FrameStore()
         for worker in self._connections.workers:
             self._kinds[worker] = kind_of(worker.equipment)
             worker.journal = Journal(self._store, partial(self._stages.stamp, worker))
+            if not has_snapshot:
+                worker.journal.give_up(_MOVED)
             worker.channel.keep = worker.journal.keep
+        self._connections.broadcast(m.KeepSent(MOST_IN_MEMORY_BYTES))
 
     def connect_again(self, cause: WorkerLost, num_losses: int) -> None:
         """Open a session anew with each worker, since one was lost while the layers were sent.
@@ -192,48 +196,28 @@ class Replacements(RunPart):
     # moves
 
     def before_move(self) -> None:
-        """Put aside what was kept: it is of layers that are about to move.
+        """Take a snapshot, with which workers come back that are lost in the move or behind it.
 
         A worker that still repeats what a lost one has done would do so in the middle of the move.
         """
-        while any(worker.row.phase is Phase.REPEATING for worker in self._connections.workers):
-            self._connections.hear()
-        self._snapshots.forget_coming()
+        end_seconds = time.monotonic() + _MOST_HELD_SECONDS
+        while True:
+            while self._are_repeating:
+                self._connections.hear()
+            has_snapshot = self._snapshots.is_taken_by(end_seconds)
+            if not self._are_repeating:
+                break
         workers, layers = self._connections.workers, self._layers
         journals = {worker: worker.journal for worker in workers}
-        self._before = _Before(layers.holdings, {**layers.deployed}, journals, self._store)
+        self._before = _Before(layers.holdings, {**layers.deployed}, journals, has_snapshot)
         for worker in workers:
             worker.journal = worker.channel.keep = None
         self._sent_bytes.clear()
 
-    def after_move(self, kept: Names, got: Names) -> None:
-        """Begin anew behind a move, and let the next step wait for a snapshot: nobody can be
-        replaced before it is whole.
-
-        Raises:
-            MoveUndone: If a worker is lost meanwhile.
-        """
-        before, self._store = self._before, FrameStore()
-        self.begin()
-        self._snapshots.take_behind_move(kept, got)
-        end_seconds = time.monotonic() + _MOST_HELD_SECONDS
-        try:
-            while self._snapshots.is_held and time.monotonic() < end_seconds:
-                if self._connections.is_ending() or self._layers.interrupts.has_come:
-                    break
-                self._snapshots.wait()
-        except (KeyboardInterrupt, StageFailed) as error:
-            if before is None or self._layers.holdings is before.holdings:
-                raise
-            # The workers have moved, and this process has not followed yet.
-            self._postponed = error
-        self._snapshots.hold_no_more()
-
-    def _drop_before(self) -> None:
-        """There is no way back any more to what was before the move."""
-        before, self._before = self._before, None
-        if before is not None:
-            before.store.close()
+    @property
+    def _are_repeating(self) -> bool:
+        workers = self._connections.workers
+        return any(worker.row.phase is Phase.REPEATING for worker in workers)
 
     @property
     def kept_bytes(self) -> int:
@@ -246,9 +230,6 @@ class Replacements(RunPart):
 
     def before_step(self, with_gradients: bool) -> None:
         """Take a snapshot before a step, if it is time."""
-        error, self._postponed = self._postponed, None
-        if error is not None:
-            raise error
         self._snapshots.take_if_due(self.kept_bytes, with_gradients)
 
     # replacement
@@ -264,9 +245,8 @@ class Replacements(RunPart):
         """
         if not self._kinds:
             return ""  # `connect_again` follows, as layers are being sent
-        before, self._before = self._before, None
-        if before is not None:
-            return self._no_way_back(before) or self._undo(before, worker, cause)
+        if self._before is not None:
+            return self._undo(self._before, worker, cause)
         try:
             self._note_lost(worker, cause)
             self._snapshots.forget_coming()
@@ -284,12 +264,10 @@ class Replacements(RunPart):
         Raises:
             MoveUndone: If all layers are where they were before.
         """
-        before = self._before
-        if isinstance(error, StageFailed) and before is not None and not self._no_way_back(before):
-            self._before = None
-            self._undo(before, None, error)
+        if isinstance(error, StageFailed) and self._before is not None:
+            self._undo(self._before, None, error)
             self._connections.check_usable()
-        self._drop_before()
+        self._before = None
 
     def _undo(self, before: _Before, worker: Member | None, cause: HeteroError) -> str:
         """Let all workers have what they had before a move.
@@ -305,10 +283,15 @@ class Replacements(RunPart):
         Raises:
             MoveUndone: If all layers are where they were before.
         """
-        connections = self._connections
+        connections, self._before = self._connections, None
+        rows = connections.roster.state.before or {}
+        for each, journal in before.journals.items():
+            if obstacle := self._obstacle(journal, rows[each.name]):
+                return f"It cannot be replaced: {obstacle}"
         are_restored = False
+        idle = [each for each in connections.workers if each not in before.journals]
         try:
-            idle = self._go_back(before, worker, cause)
+            self._go_back(before, worker, cause)
             self._restore_all()
             are_restored = True
         except (HeteroError, OSError) as error:
@@ -324,48 +307,24 @@ class Replacements(RunPart):
             f"All layers are where they were before the move, in which {who} {cause}"
         ) from cause
 
-    def _no_way_back(self, before: _Before) -> str:
-        """Why the workers cannot get back what they had before a move, as a sentence; empty if they
-        can."""
-        rows = self._connections.roster.state.before or {}
-        for worker, journal in before.journals.items():
-            if obstacle := self._obstacle(journal, rows[worker.name]):
-                return f"It cannot be replaced: {obstacle}"
-        return ""
-
-    def _go_back(self, before: _Before, worker: Member | None, cause: HeteroError) -> list[Member]:
-        """Note that all workers are to get what they had before a move; see `_undo`.
-
-        Returns:
-            The workers without layers, about to get some.
-        """
+    def _go_back(self, before: _Before, worker: Member | None, cause: HeteroError) -> None:
+        """Note that all workers are to get what they had before a move; see `_undo`."""
         connections = self._connections
-        self._snapshots.forget_coming()
-        if self._store is not before.store:
-            self._store.close()
-        self._store = before.store
+        self._files.forget_sent()
         self._layers.holdings, self._layers.deployed = before.holdings, before.deployed
-        gone = [each for each in before.journals if each not in connections.members]
-        idle = [each for each in connections.workers if each not in before.journals]
-        involved = [*before.journals, *idle]
         # One that is cut off takes no other session before it has heard a Goodbye.
         also_lost = [
-            each
-            for each in before.journals
-            if each is not worker and each not in gone and not self._are_there([each])
+            each for each in before.journals if each is not worker and not self._are_there([each])
         ]
-        connections.note(What.UNDONE, names=[each.name for each in involved])
-        connections.neighbors = before.holdings.placement.neighbors
-        for each in involved:
+        for each in connections.workers:
             each.journal = before.journals.get(each)
             self._loss[each] = self._loss_of(each, cause)
+        connections.note(What.UNDONE, names=[each.name for each in connections.workers])
+        connections.neighbors = before.holdings.placement.neighbors
         if worker is not None and worker in before.journals:
             self._note_lost(worker, cause)
-        for each in gone:  # they had no layers any more
-            self._note_lost(each, ChannelError("It had given its layers away."))
         for each in also_lost:
             self._note_lost(each, ChannelError("It was lost at the same time."))
-        return idle
 
     @property
     def _lost(self) -> list[Member]:
@@ -740,33 +699,21 @@ class Replacements(RunPart):
 
     def _load(self, worker: Member) -> None:
         """Send a new process the tensors of its layers."""
-        stages = self._layers.holdings.stages_of(worker)
-        tensors = {name for stage in stages for name in stage.tensor_dtypes}
-        found = self._files.latest(worker.number)
         under_way = deque[Answer]()
-        for frame in self._contents(worker, check_snapshot(found, tensors), tensors):
+        for frame in chain(self._files.frames(worker.number), self._rest(worker)):
             under_way.append(self._requests.send_alone(worker, frame.message, *frame.tensors))
             if len(under_way) == _MOST_UNDER_WAY:
                 under_way.popleft().alone(m.Done)
         for answer in under_way:
             answer.alone(m.Done)
 
-    def _contents(
-        self, worker: Member, snapshot: Iterable[Frame], names: Collection[str]
-    ) -> Iterator[Frame]:
-        """The latest state of each of these tensors: from the snapshot, else as it was sent."""
-        missing = set(names)
-        for frame in snapshot:
-            if isinstance(frame.message, m.SnapshotTensor):
-                missing.discard(frame.message.name)
-            yield frame
-        for frame in self._files.base_frames(worker.number):
-            if isinstance(frame.message, m.LoadTensor) and frame.message.name in missing:
-                missing.discard(frame.message.name)
-                yield frame
-        stages = self._layers.holdings.stages_of(worker)
-        for name, tensor, state in chain.from_iterable(s.contents(missing) for s in stages):
-            yield Frame(m.LoadTensor(name, list(state)), (tensor, *state.values()))
+    def _rest(self, worker: Member) -> Iterator[Frame]:
+        """The tensors of a worker that are in no file, from the checkpoint of the model."""
+        stages, names = self._layers.holdings.stages_of(worker), self._files.names(worker.number)
+        for stage in stages:
+            missing = {name for name in stage.names if name not in names}
+            for name, tensor, state in stage.contents(missing):
+                yield Frame(m.LoadTensor(name, list(state)), (tensor, *state.values()))
 
     def _relink(self, lost: Collection[Member]) -> None:
         """Let the others talk to new processes, and send them again what they kept.

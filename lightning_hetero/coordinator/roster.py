@@ -107,7 +107,6 @@ TABLE: Mapping[tuple[Phase, What], Phase] = {
     (Phase.IDLE, What.KEPT): Phase.IDLE,
     (Phase.IDLE, What.PLACED): Phase.LOADING,
     (Phase.IDLE, What.EMPTIED): Phase.IDLE,
-    (Phase.IDLE, What.UNDONE): Phase.LOST,
     (Phase.IDLE, What.LEFT): Phase.GONE,
     (Phase.IDLE, What.MISSED): Phase.GIVEN_UP,
     (Phase.LOADING, What.KEPT): Phase.IDLE,
@@ -122,7 +121,6 @@ TABLE: Mapping[tuple[Phase, What], Phase] = {
     (Phase.SERVING, What.EMPTIED): Phase.IDLE,
     (Phase.SERVING, What.AGAIN): Phase.LOST,
     (Phase.SERVING, What.LOST): Phase.LOST,
-    (Phase.SERVING, What.UNDONE): Phase.LOST,
     (Phase.SERVING, What.GIVEN_UP): Phase.GIVEN_UP,
     (Phase.LOST, What.LOST): Phase.LOST,
     (Phase.LOST, What.SERVED): Phase.RESTORING,
@@ -147,7 +145,6 @@ TABLE: Mapping[tuple[Phase, What], Phase] = {
     (Phase.GIVEN_UP, What.PLACED): Phase.GIVEN_UP,
     (Phase.GIVEN_UP, What.AGAIN): Phase.LOST,
     (Phase.GONE, What.JOINED): Phase.IDLE,
-    (Phase.GONE, What.UNDONE): Phase.LOST,
 }
 
 # The next thing to do for the workers in a phase; the first entry comes first.
@@ -347,18 +344,10 @@ def _changed(row: Row, what: What, event: Noted) -> Row:
 
 def _undone(state: RosterState, event: Noted) -> RosterState:
     """The state after a move was undone: the named workers wait for their former layers."""
-    former = state.before or {}
     rows = []
     for name in event.names:
-        now, then = state.rows[name], former.get(name)
-        rows.append(
-            replace(
-                _moved_on(now, What.UNDONE),
-                stages=() if then is None else then.stages,
-                cannot_reach=frozenset() if then is None else then.cannot_reach,
-                why="",
-            )
-        )
+        row, former = _moved_on(state.rows[name], What.UNDONE), (state.before or {})[name]
+        rows.append(replace(row, stages=former.stages, cannot_reach=former.cannot_reach))
     return _with_rows(state, rows)
 
 

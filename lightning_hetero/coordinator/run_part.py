@@ -16,8 +16,8 @@ from ..model.stored import State
 if TYPE_CHECKING:
     from .member import Member
 
-# Names of tensors, by the worker that holds them.
-Names = Mapping["Member", Collection[str]]
+# Where a worker gets a tensor from: a worker, which may be itself, or None for this process.
+Sources = Mapping[tuple[str, "Member"], "Member | None"]
 
 Contents = Iterator[tuple[str, Tensor, State]]
 
@@ -31,8 +31,13 @@ class RunPart:
 
     losses: Sequence[Any] | None = None
 
-    def begin(self) -> None:
-        """The workers have their layers, before the first step."""
+    def begin(self, _sources: Sources, _rounded: Collection[str]) -> None:
+        """The workers have their layers, before the next step.
+
+        Args:
+            _sources: Where they have got tensors that no checkpoint has, behind a move.
+            _rounded: The tensors that have got another dtype.
+        """
 
     def connect_again(self, cause: WorkerLost, num_losses: int) -> None:
         """Open a session anew with each worker, since one was lost while the layers were sent.
@@ -63,10 +68,6 @@ class RunPart:
 
     def before_move(self) -> None:
         """Layers are about to move."""
-
-    def after_move(self, _kept: Names, _got: Names) -> None:
-        """Layers have moved: each worker has kept tensors, and got tensors missing in every
-        checkpoint."""
 
     def on_failed_move(self, _error: BaseException) -> None:
         """A move has failed."""

@@ -1,7 +1,7 @@
 """The coordinator's side of snapshots: it takes them, and a lost worker's state comes back from
 their files.
 
-    <folder>/3-base    every tensor of worker 3 as it was sent, but for those in a checkpoint
+    <folder>/3-base-1  every tensor of worker 3 as it was sent, but for those in a checkpoint
     <folder>/3-7       its part of snapshot 7: what has changed since, with optimizer state
 
 A snapshot is of use when every worker's part of it is in its file. All parts are of the same place
@@ -9,8 +9,9 @@ between two steps. A thread of its own writes the files, so that no step waits f
 
 The digest of every block stays in memory: a file that has other bytes when it is read ends the run.
 
-When layers have moved, the next snapshot also tells what a worker got from others. That part of it
-is kept beside the base, as long as it has a tensor that the worker still holds.
+Each tensor of a worker is found in the file that has its latest content. A snapshot is taken before
+layers move, so the next worker's tensors are found in the files of the one that had them. A file is
+removed when no tensor is found in it any more.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ import secrets
 import shutil
 import tempfile
 import time
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -37,11 +38,10 @@ from ..pipeline.journal import Journal
 from ..protocol import messages as m
 from ..protocol.frames import Frame, FrameReader, encode_frame
 from ..protocol.tensor_bytes import tensor_bytes
-from ..protocol.values import unpack
 from ..recovery import Recovery
 from ..transport.channel import LOOK_SECONDS
 from ..written_blocks import WrittenBlock, read_blocks, write_blocks
-from .run_part import Contents, Names
+from .run_part import Contents, Sources
 
 if TYPE_CHECKING:
     from .connections import Connections
@@ -57,54 +57,6 @@ _CLAIMED = b"This folder has the snapshots of a run of lightning-hetero.\n"
 # A worker's part of a snapshot is at most so many times its tensors, and some more.
 _MOST_TIMES = 8
 _MOST_BESIDE_BYTES = 2**24
-_MOVED = "Layers have moved, and no snapshot has come to its end since."
-
-# The number of the file of what a worker got when it was deployed; snapshots are numbered from 1.
-_BASE = 0
-
-
-class Bases:
-    """Which files of one worker have the tensors that its latest snapshot lacks. Touches no file.
-
-    Attributes:
-        missing: The tensors that no file has: others had them before layers moved.
-    """
-
-    def __init__(self) -> None:
-        self.missing: set[str] = set()
-        # By the number of a snapshot, the names that its file is good for; None for all.
-        self._names: dict[int, set[str] | None] = {_BASE: None}
-
-    def __contains__(self, number: int) -> bool:
-        return number in self._names
-
-    def missing_behind(self, kept: Collection[str], got: Collection[str]) -> set[str]:
-        """The tensors that no file would have behind a move in which the worker has kept some, and
-        has got others."""
-        return (self.missing & {*kept}) | {*got}
-
-    def note_move(self, kept: Collection[str], got: Collection[str]) -> list[int]:
-        """Note which tensors the worker has kept as layers moved, and which it has got.
-
-        Returns:
-            The numbers of the files that have nothing of use any more.
-        """
-        self.missing = self.missing_behind(kept, got)
-        names = {
-            number: {*kept} if own is None else own & {*kept} for number, own in self._names.items()
-        }
-        self._names = {number: own for number, own in names.items() if own}
-        return [number for number, own in names.items() if not own]
-
-    def note_whole(self, number: int, told: Collection[str]) -> None:
-        """Note a snapshot that has told these tensors, besides what changes."""
-        if told:
-            self._names[number] = {*told}
-            self.missing -= {*told}
-
-    def newest_first(self) -> list[tuple[int, set[str] | None]]:
-        """The files' numbers, each with the names that it is good for; None for all."""
-        return sorted(self._names.items(), reverse=True)
 
 
 class SnapshotFiles:
@@ -124,9 +76,12 @@ class SnapshotFiles:
         except OSError as error:
             raise _not_written(folder, error) from None
         self._writer = ThreadPoolExecutor(1, "snapshots")
-        # Of each worker that has one, the number of its latest whole snapshot.
-        self._latest: dict[int, int] = {}
-        self._bases: dict[int, Bases] = {}
+        # By worker and tensor, the file with its latest content; the same of a coming plan.
+        self._found: dict[int, dict[str, Path]] = {}
+        self._sent: dict[int, dict[str, Path]] = {}
+        self._num_bases = 0
+        # By worker, its part of the latest snapshot of its layers.
+        self._latest: dict[int, Path] = {}
         # What was written to each file. The writing thread adds to one that nobody reads yet.
         self._blocks: dict[Path, list[WrittenBlock]] = {}
 
@@ -141,32 +96,29 @@ class SnapshotFiles:
         """Whether nobody else has removed the files."""
         return (self.folder / _CLAIM).exists()
 
-    def base(self, worker: int) -> Path:
-        """The file of the tensors that a worker got when it was deployed."""
-        return self.folder / f"{worker}-base"
-
     def part(self, worker: int, number: int) -> Path:
         """The file of a worker's part of a snapshot."""
-        return self.base(worker) if number == _BASE else self.folder / f"{worker}-{number}"
+        return self.folder / f"{worker}-{number}"
 
     def spooled(
         self, worker: int, contents: Contents, is_wanted: Callable[[str], bool]
     ) -> Contents:
-        """Pass tensors on that go to a worker, and write those that are wanted to its base.
+        """Pass tensors on that go to a worker, and write those that are wanted to a file.
 
         Raises:
             SaveError: If the file cannot be written.
         """
-        path = self.base(worker)
-        blocks = self._blocks[path] = []
+        self._num_bases += 1
+        path = self.folder / f"{worker}-base-{self._num_bases}"
+        sent = self._sent[worker] = {}
         try:
-            with path.open("wb") as file:
-                for name, tensor, state in contents:
-                    if is_wanted(name):
-                        said = m.LoadTensor(name, list(state))
-                        for buffer in encode_frame(Frame(said, (tensor, *state.values()))):
-                            blocks.extend(write_blocks(file, buffer))
-                    yield name, tensor, state
+            for name, tensor, state in contents:
+                if is_wanted(name):
+                    said = m.LoadTensor(name, list(state))
+                    for buffer in encode_frame(Frame(said, (tensor, *state.values()))):
+                        self._writer.submit(self._append, path, buffer).result()
+                    sent[name] = path
+                yield name, tensor, state
         except OSError as error:
             raise _not_written(path, error) from None
 
@@ -179,70 +131,74 @@ class SnapshotFiles:
         with path.open("ab") as file:
             self._blocks.setdefault(path, []).extend(write_blocks(file, content))
 
-    def bases_of(self, worker: int) -> Bases:
-        """Which files of a worker have the tensors that its latest snapshot lacks."""
-        return self._bases.setdefault(worker, Bases())
+    def forget_sent(self) -> None:
+        """Forget the tensors that were sent since `follow`: their plan is not carried out."""
+        self._sent = {}
+        self.drop_unused()
 
-    def note_move(self, worker: int, kept: Collection[str], got: Collection[str]) -> None:
-        """Note which tensors a worker has kept as layers moved, and which it has got; its latest
-        snapshot is of no use any more."""
-        latest = self._latest.pop(worker, None)
-        bases = self.bases_of(worker)
-        needless = {*bases.note_move(kept, got), *([] if latest is None else [latest])}
-        for number in needless:
-            if number not in bases:
-                self.drop(worker, number)
+    def follow(self, sources: Sources) -> None:
+        """Find the tensors of the next plan from now on: those that were sent to a worker, and the
+        others in the files of their sources."""
+        found, self._sent = self._sent, {}
+        for (name, target), source in sources.items():
+            path = None if source is None else self._found.get(source.number, {}).get(name)
+            if path is not None:
+                found.setdefault(target.number, {})[name] = path
+        self._found, self._latest = found, {}
+        self.drop_unused()
 
-    def note_whole(self, worker: int, number: int, told: Collection[str] = ()) -> None:
-        """A worker's part of a snapshot is whole: the one before it is needless.
+    def note_whole(self, number: int, names: Mapping[int, Collection[str]]) -> None:
+        """A snapshot is whole.
 
         Args:
-            worker: The worker's number.
             number: The snapshot's number.
-            told: The tensors that it has told though they have not changed.
+            names: By worker, the tensors in its part.
         """
-        former, bases = self._latest.get(worker), self.bases_of(worker)
-        self._latest[worker] = number
-        bases.note_whole(number, told)
-        if former is not None and former not in bases:
-            self.drop(worker, former)
+        for worker, own in names.items():
+            path = self._latest[worker] = self.part(worker, number)
+            self._found.setdefault(worker, {}).update(dict.fromkeys(own, path))
+        self.drop_unused()
 
-    def drop(self, worker: int, number: int) -> None:
-        """Remove a worker's part of a snapshot."""
-        self._writer.submit(self._remove, self.part(worker, number))
+    def drop_unused(self) -> None:
+        """Remove the files in which no tensor is found any more."""
+        used = {path for own in self._found.values() for path in own.values()}
+        self._writer.submit(self._remove_others, used)
 
-    def _remove(self, path: Path) -> None:
-        self._blocks.pop(path, None)
-        path.unlink(missing_ok=True)
+    def _remove_others(self, used: Collection[Path]) -> None:
+        for path in self._blocks.keys() - used:
+            del self._blocks[path]
+            path.unlink(missing_ok=True)
 
     def num_bytes(self, worker: int) -> int:
-        """The size of a worker's latest snapshot; 0 if there is none yet."""
-        number = self._latest.get(worker)
-        return 0 if number is None else self.part(worker, number).stat().st_size
+        """The size of a worker's part of the latest snapshot of its layers; 0 if there is none."""
+        path = self._latest.get(worker)
+        return 0 if path is None else sum(each.num_bytes for each in self._blocks.get(path, ()))
 
-    def latest(self, worker: int) -> Iterator[Frame]:
-        """The frames of a worker's latest snapshot; none if there is no snapshot yet.
+    def names(self, worker: int) -> Collection[str]:
+        """The tensors of a worker that are in files."""
+        return self._found.get(worker, {}).keys()
 
-        Raises:
-            CheckpointError: When used, if the file has not what was written.
-        """
-        number = self._latest.get(worker)
-        return iter(()) if number is None else self._frames(self.part(worker, number))
-
-    def base_frames(self, worker: int) -> Iterator[Frame]:
-        """The tensors of a worker that its latest snapshot may lack, each as a `LoadTensor`.
-
-        A tensor may come several times; the first one is the latest.
+    def frames(self, worker: int) -> Iterator[Frame]:
+        """The latest content of each tensor of a worker that is in a file.
 
         Raises:
             CheckpointError: When used, if a file has not what was written.
+            RemoteProtocolError: If it has not what its worker told of.
         """
-        for number, names in self.bases_of(worker).newest_first():
-            path = self.part(worker, number)
+        found = self._found.get(worker, {})
+        for path in dict.fromkeys(found.values()):
+            missing = {name for name, own in found.items() if own == path}
             for frame in self._frames(path):
-                loaded = frame if number == _BASE else _as_load(frame)
-                if names is None or getattr(loaded.message, "name", "") in names:
-                    yield loaded
+                message = frame.message
+                if not isinstance(message, (m.SnapshotTensor, m.LoadTensor)):
+                    raise RemoteProtocolError(
+                        f"A snapshot holds {message}, which is no part of it."
+                    )
+                if message.name in missing:
+                    missing.discard(message.name)
+                    yield frame
+            if missing:
+                raise RemoteProtocolError(f"A snapshot lacks the tensors {sorted(missing)[:5]}.")
 
     def _frames(self, path: Path) -> Iterator[Frame]:
         """The frames of a file, one by one; none of a file to which nothing was written."""
@@ -272,7 +228,7 @@ class _Snapshot:
         step: The step behind which it is.
         exchange: The latest exchange of replicas before it.
         missing: The workers whose parts are not whole yet.
-        told: The tensors that workers tell though they have not changed.
+        names: By the number of a worker, the tensors in its part.
         written: The pieces that are being written.
         num_bytes: The bytes that have come, by worker.
     """
@@ -281,7 +237,7 @@ class _Snapshot:
     step: int
     exchange: int
     missing: set[Member]
-    told: Mapping[Member, Collection[str]]
+    names: dict[int, Collection[str]] = field(default_factory=dict)
     written: list[Future[None]] = field(default_factory=list)
     num_bytes: dict[Member, int] = field(default_factory=dict)
 
@@ -300,12 +256,11 @@ class Snapshots:
         connections: The workers.
         layers: The layers that they hold.
         stages: Runs the steps.
-        before_drop: Called before the files of the plan before a move are dropped.
 
     Attributes:
         files: The files of the run.
         step: The step behind which the latest whole snapshot is; 0 before the first one.
-        has_moved: Whether layers have moved behind it.
+        has_moved: Whether layers have moved since, so that nobody can be replaced.
 
     Raises:
         SaveError: If the folder cannot be written.
@@ -318,21 +273,19 @@ class Snapshots:
         connections: Connections,
         layers: RemoteLayers,
         stages: RemoteStages,
-        before_drop: Callable[[], None],
     ) -> None:
         self.files = SnapshotFiles(folder / f"run-{secrets.token_hex(4)}")
         self.step = 0
         self.has_moved = False
-        self._before_drop = before_drop
         self._settings = settings
         self._connections = connections
         self._layers = layers
         self._stages = stages
-        self._number = 0
+        self._number = self._whole_number = 0
         self._latest_seconds = time.monotonic()
         self._coming: _Snapshot | None = None
-        # What each worker has kept and got in a move that the files do not follow yet.
-        self._held_move: tuple[Names, Names] | None = None
+        # By worker, the tensors with other content than in the files that it does not tell unasked.
+        self._untold: dict[Member, set[str]] = {}
         # Whether the latest snapshot was not written.
         self._is_unwritten = False
         connections.asides[m.SnapshotBegun] = self._on_begun
@@ -359,8 +312,7 @@ class Snapshots:
         elif is_full and self._is_unwritten:
             self._give_up(journals, f"no snapshot could be written to {self.files.folder.parent}")
         if not has_caches:
-            missing = {worker: self.files.bases_of(worker.number).missing for worker in workers}
-            self._take(with_gradients, missing)
+            self._take(with_gradients)
 
     def _give_up(self, journals: Collection[Journal], cause: str) -> None:
         """Keep nothing, here and on the workers, until a snapshot is whole."""
@@ -372,14 +324,12 @@ class Snapshots:
         connections = self._connections
         connections.broadcast(m.ForgetSent(connections.step, connections.num_exchanges))
 
-    def _take(self, with_gradients: bool, missing: Mapping[Member, Collection[str]]) -> None:
-        """Ask for a snapshot, with the tensors that no file has."""
+    def _take(self, with_gradients: bool) -> None:
         connections = self._connections
         self._number += 1
-        told = {worker: {*own} for worker, own in missing.items()}
         for worker in connections.workers:
+            also = sorted(self._untold.get(worker, ()))
             stamp = self._stages.stamp(worker)
-            also = sorted(told[worker])
             request = m.TakeSnapshot(self._number, with_gradients, also, **stamp)
             connections.requests.send(worker, request)
             # What the worker keeps is in no snapshot.
@@ -387,61 +337,60 @@ class Snapshots:
             if worker.journal is not None:
                 worker.journal.mark()
         self._coming = _Snapshot(
-            self._number, connections.step, connections.num_exchanges, {*connections.workers}, told
+            self._number, connections.step, connections.num_exchanges, {*connections.workers}
         )
 
-    # behind a move
+    # around a move
 
-    def take_behind_move(self, kept: Names, got: Names) -> None:
-        """Take a snapshot of layers that have moved.
+    def is_taken_by(self, end_seconds: float) -> bool:
+        """Take a snapshot before a move, and wait for it until a moment at most; returns whether it
+        is whole by then."""
+        self.forget_coming()
+        workers, number = self._connections.workers, self._number + 1
+        if any(worker.journal is None or worker.journal.has_caches for worker in workers):
+            return False
+        self._take(with_gradients=False)
+        while (coming := self._coming) is not None and time.monotonic() < end_seconds:
+            if self._connections.is_ending():
+                break
+            if coming.missing:
+                self._connections.hear()
+            else:
+                wait(coming.written, timeout=LOOK_SECONDS)
+                self._use_if_whole()
+        self.forget_coming()
+        return self._whole_number == number
 
-        The files have the plan before until it is whole, or until `hold_no_more`.
+    def follow(self, sources: Sources, rounded: Collection[str], has_snapshot: bool) -> None:
+        """Layers have moved: find the content of their tensors where it was.
+
+        Args:
+            sources: Where each worker has got each tensor that no checkpoint has.
+            rounded: The tensors that have got another dtype.
+            has_snapshot: Whether a snapshot of the state before the move is whole.
         """
-        self.has_moved, self._held_move = True, (kept, got)
-        missing = {}
-        for worker in self._connections.workers:
-            bases = self.files.bases_of(worker.number)
-            missing[worker] = bases.missing_behind(kept.get(worker, ()), got.get(worker, ()))
-            if worker.journal is not None:
-                worker.journal.give_up(_MOVED)
-        self._take(False, missing)
-
-    @property
-    def is_held(self) -> bool:
-        """Whether the files have the plan before a move, and the snapshot behind it is coming."""
-        return self._held_move is not None and self._coming is not None
-
-    def wait(self) -> None:
-        """Wait for a part of the snapshot on its way."""
-        coming = self._coming
-        if coming is None:
-            return
-        if coming.missing:
-            self._connections.hear()
-        else:
-            wait(coming.written, timeout=LOOK_SECONDS)
-            self._use_if_whole()
-
-    def hold_no_more(self) -> None:
-        """Let the files follow a move whose snapshot is not whole yet; another one is due."""
-        if self._held_move is not None:
-            self._follow_move()
-            self._latest_seconds = -math.inf
-
-    def _follow_move(self) -> None:
-        """Keep no file any more of what has moved."""
-        if self._held_move is None:
-            return
-        (kept, got), self._held_move = self._held_move, None
-        self._before_drop()
-        for worker in self._connections.workers:
-            self.files.note_move(worker.number, kept.get(worker, ()), got.get(worker, ()))
+        self.files.follow(sources)
+        former, self._untold = self._untold, {}
+        for (name, target), source in sources.items():
+            # The worker itself tells the rest of what its files lack.
+            is_told = has_snapshot or (source is target and name not in former.get(target, ()))
+            if source is not None and (name in rounded or not is_told):
+                self._untold.setdefault(target, set()).add(name)
+        if not has_snapshot:
+            self.has_moved, self._latest_seconds = True, -math.inf
 
     # on its way
 
     def _on_begun(self, worker: Member, message: m.SnapshotBegun) -> None:
-        is_coming = self._coming is not None and self._coming.number == message.number
-        if is_coming and worker.journal is not None:
+        coming = self._coming
+        if coming is None or coming.number != message.number:
+            return
+        stages = self._layers.holdings.stages_of(worker)
+        with self._connections.blaming(worker):
+            if unknown := {*message.names}.difference(*(stage.names for stage in stages)):
+                raise RemoteProtocolError(f"It has no tensors {sorted(unknown)[:5]} to tell of.")
+        coming.names[worker.number] = message.names
+        if worker.journal is not None:
             worker.journal.note_begun()
 
     def _take_piece(
@@ -458,6 +407,8 @@ class Snapshots:
         coming = self._coming
         if coming is None or coming.number != message.number or worker not in coming.missing:
             return  # that snapshot is not used any more
+        if worker.number not in coming.names:
+            raise RemoteProtocolError("It has not told which tensors its part of a snapshot has.")
         num_bytes = coming.num_bytes.get(worker, 0) + piece.nbytes
         most = _MOST_TIMES * self._bytes_of(worker) + _MOST_BESIDE_BYTES
         if num_bytes > most:
@@ -484,13 +435,12 @@ class Snapshots:
         errors = (each.exception() for each in coming.written)
         if (error := next((e for e in errors if e is not None), None)) is not None:
             self._note_unwritten(error)
-            self._forget(coming)
+            self._forget()
             return
         self._is_unwritten = False
-        self.step = coming.step
-        self._follow_move()
+        self.step, self._whole_number, self._untold = coming.step, coming.number, {}
+        self.files.note_whole(coming.number, coming.names)
         for worker in self._connections.workers:
-            self.files.note_whole(worker.number, coming.number, coming.told.get(worker, ()))
             if worker.journal is not None:
                 worker.journal.cut()
         self._connections.broadcast(m.ForgetSent(coming.step, coming.exchange))
@@ -510,34 +460,16 @@ class Snapshots:
         self._is_unwritten = True
 
     def forget_coming(self) -> None:
-        """Use the snapshot on its way no more, nor the move that it is behind."""
+        """Use the snapshot on its way no more."""
         coming, self._coming = self._coming, None
         if coming is not None:
-            self._forget(coming)
-        if self._held_move is not None:
-            self._held_move, self.has_moved = None, False
+            self._forget()
 
-    def _forget(self, coming: _Snapshot) -> None:
+    def _forget(self) -> None:
+        self.files.drop_unused()
         for worker in self._connections.workers:
-            self.files.drop(worker.number, coming.number)
             if worker.journal is not None:
                 worker.journal.unmark()
-
-
-def _as_load(frame: Frame) -> Frame:
-    """A tensor of a snapshot as it would be sent to a worker that is deployed.
-
-    Raises:
-        RemoteProtocolError: If the frame holds anything else.
-    """
-    message = frame.message
-    if not isinstance(message, m.SnapshotTensor):
-        raise RemoteProtocolError(f"A snapshot holds {message}, which is no part of it.")
-    parts = [message.content, *message.state.values()]
-    tensors = [unpack(part, frame.tensors) for part in parts]
-    if not all(isinstance(tensor, Tensor) for tensor in tensors):
-        raise RemoteProtocolError(f"{message.name!r} came in a snapshot without its content.")
-    return Frame(m.LoadTensor(message.name, [*message.state]), tuple(tensors))
 
 
 def _claimed(folder: Path) -> BinaryIO:
@@ -582,16 +514,3 @@ def _not_written(path: Path, error: OSError) -> SaveError:
         f"{error.strerror or error}. Free some space there, name another folder "
         "(`recovery=Recovery(folder=...)`), or go on without `recovery`."
     )
-
-
-def check_snapshot(frames: Iterable[Frame], names: Collection[str]) -> Iterator[Frame]:
-    """Pass the frames of a snapshot on; refuse what a worker cannot have told of its layers.
-
-    Raises:
-        RemoteProtocolError: With the message.
-    """
-    for frame in frames:
-        message = frame.message
-        if not isinstance(message, m.SnapshotTensor) or message.name not in names:
-            raise RemoteProtocolError(f"A snapshot holds {message}, which is no part of it.")
-        yield frame

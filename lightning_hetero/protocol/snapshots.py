@@ -67,9 +67,11 @@ class TakeSnapshot(StampedRequest, frozen=True):
 
 
 class SnapshotBegun(StageReport, frozen=True):
-    """The snapshot holds the state after all messages of the worker so far."""
+    """The snapshot of the tensors ``names`` holds the state after all earlier messages of the
+    worker."""
 
     number: Count
+    names: list[Name] = []
 
 
 class SnapshotPart(StageReport, frozen=True):

@@ -234,7 +234,7 @@ class Site:
         if before is not None:  # a refused plan must not change it
             coordinator.serve(plan.workers, plan.narrowings)
         else:
-            coordinator.replacements.begin()
+            coordinator.replacements.begin({}, ())
         self._announce_layers(layers)
         self._announce_plan(plan)
         return deployment

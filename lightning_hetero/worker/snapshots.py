@@ -88,15 +88,16 @@ class SessionSnapshots(SessionPart):
     def _on_take_snapshot(self, message: m.TakeSnapshot, _tensors: tuple[Tensor, ...]) -> None:
         if self._sending is not None:
             self._sending.join()
-        frames = [*self._frames(message.with_gradients, {*message.also})]
-        self._coordinator.send(m.SnapshotBegun(message.number, request=message.request))
-        self._sending = threading.Thread(
-            target=self._send, args=(message.number, frames), name="snapshot", daemon=True
-        )
+        frames = dict(self._frames(message.with_gradients, {*message.also}))
+        begun = m.SnapshotBegun(message.number, [*frames], request=message.request)
+        self._coordinator.send(begun)
+        args = message.number, [*frames.values()]
+        self._sending = threading.Thread(target=self._send, args=args, name="snapshot", daemon=True)
         self._sending.start()
 
-    def _frames(self, with_gradients: bool, also: Collection[str]) -> Iterator[bytes]:
-        """Copies of the present state of each tensor that may have changed or is requested.
+    def _frames(self, with_gradients: bool, also: Collection[str]) -> Iterator[tuple[str, bytes]]:
+        """Copies of the present state of each tensor that may have changed or is requested, by its
+        name.
 
         Raises:
             ModelError: If a requested tensor is not here.
@@ -109,7 +110,7 @@ class SessionSnapshots(SessionPart):
             if name in self._changed or name in also:
                 _, _, tensor = locate(self._layers.numbered, name)
                 gradient = tensor.grad if with_gradients else None
-                yield self._frame(name, belongings, gradient)
+                yield name, self._frame(name, belongings, gradient)
 
     def _frame(self, name: str, belongings: Belongings, gradient: Tensor | None) -> bytes:
         packer = Packer()

@@ -31,8 +31,8 @@ PLACES: list[tuple[type, str]] = [
     (HollowLayers, "fill"),
     (HollowLayers, "hollow"),
     (HeteroPipelineStrategy, "_put_on_device"),
-    (Snapshots, "take_behind_move"),
-    (Snapshots, "wait"),
+    (Snapshots, "is_taken_by"),
+    (Snapshots, "follow"),
 ]
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 from collections import Counter
+from collections.abc import Iterator
 from concurrent.futures import Future
 from dataclasses import replace
 from pathlib import Path
@@ -15,6 +16,7 @@ from torch import Tensor
 
 from lightning_hetero.coordinator import moves
 from lightning_hetero.coordinator.lost_workers import MOST_LOSSES_IN_A_STEP
+from lightning_hetero.coordinator.moves import LayerMove
 from lightning_hetero.coordinator.replacement import Replacements
 from lightning_hetero.coordinator.snapshots import SnapshotFiles
 from lightning_hetero.errors import HeteroError, MoveUndone, WorkerLost
@@ -95,8 +97,6 @@ def test_a_move_that_was_undone_may_be_tried_again(
     class Trying(Moving):
         def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
             self.model.model.layers[2].self_attn.scaling = 0.2 + batch_idx / 10
-            if net.counts["kill"] == 0 and batch_idx in MOVES and kills:
-                net.kills = {net.num_events + 20: B}
             try:
                 super().on_train_batch_start(batch, batch_idx)
             except MoveUndone:
@@ -104,6 +104,13 @@ def test_a_move_that_was_undone_may_be_tried_again(
                 if batch_idx == max(MOVES):
                     super().on_train_batch_start(batch, batch_idx)
 
+    def moving(self: LayerMove) -> Iterator[str]:
+        if net.counts["kill"] == 0 and kills:
+            net.kills = {net.num_events + 20: B}
+        yield from move(self)
+
+    move = LayerMove._moves
+    monkeypatch.setattr(LayerMove, "_moves", moving)
     monkeypatch.setitem(MODULES, "moving", Trying)
     monkeypatch.setattr(moves, "_MOST_TRIES", 1)
     results = []
@@ -221,7 +228,7 @@ def test_bytes_that_change_on_the_disk_end_the_run_and_change_no_weight(
     frames, read = SnapshotFiles._frames, _FrameFile.read
 
     def turned(self: SnapshotFiles, path: Path) -> Any:
-        if path.name.endswith("-base") == (file == "base"):
+        if ("-base-" in path.name) == (file == "base"):
             content = bytearray(path.read_bytes())
             content[-1] ^= 4
             path.write_bytes(content)
@@ -238,7 +245,9 @@ def test_bytes_that_change_on_the_disk_end_the_run_and_change_no_weight(
         monkeypatch.setattr(SnapshotFiles, "_frames", turned)
     every_seconds = 0.0 if file == "snapshot" else 3600.0
     faults = Faults(every_seconds, has_spare=False, kills={expected.num_events // 2: B})
-    name = {"snapshot": "The file '.*/2-.'", "base": "The file '.*/2-base'"}.get(file, "temporary")
+    name = {"snapshot": "The file '.*/2-.'", "base": "The file '.*/2-base-.*'"}.get(
+        file, "temporary"
+    )
     with pytest.raises(HeteroError, match=f"{name}.* has other bytes than this run"):
         run(net, "a line", "plain", tmp_path, faults)
 

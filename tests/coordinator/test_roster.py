@@ -108,8 +108,7 @@ def test_a_worker_that_gives_all_layers_away_is_needed_until_they_are_there() ->
 def test_a_move_that_is_undone_gives_all_workers_their_rows_before_it() -> None:
     placed = noted(What.PLACED, stages={"a": [1], "c": [2]}, names=["b"])
     moving = [*SERVING, noted(What.FORWARDED, "a", number=2), noted(What.MOVING), placed]
-    gone = [noted(What.LAUNCHED), noted(What.LEFT, "b", text="was lost in step 3")]
-    state = state_after(*moving, *gone, noted(What.UNDONE, names=["a", "b", "c"]))
+    state = state_after(*moving, noted(What.UNDONE, names=["a", "b", "c"]))
     assert phases(state) == dict.fromkeys("abc", "lost")
     assert [row.stages for row in state.rows.values()] == [(1,), (2,), ()]
     assert state.rows["a"].cannot_reach == {2}

@@ -1,4 +1,4 @@
-"""Which files have the state of a worker when layers have moved."""
+"""Which file has the latest content of each tensor of a worker."""
 
 from __future__ import annotations
 
@@ -14,46 +14,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from lightning_hetero.coordinator.snapshots import Bases, SnapshotFiles
+from lightning_hetero.coordinator.snapshots import SnapshotFiles
 from lightning_hetero.errors import CheckpointError, RemoteProtocolError, SaveError
 from lightning_hetero.model.stored import State
 from lightning_hetero.protocol import messages as m
 from lightning_hetero.protocol.frames import Frame, encode_frame
 from lightning_hetero.protocol.values import Packer
-
-
-def test_what_came_by_a_move_is_missing_until_a_snapshot_tells_it() -> None:
-    bases = Bases()
-    assert bases.note_move({"a", "b"}, {"c"}) == []
-    assert bases.missing == {"c"}
-    assert bases.newest_first() == [(0, {"a", "b"})]
-    bases.note_whole(3, {"c"})
-    assert bases.missing == set()
-    assert bases.newest_first() == [(3, {"c"}), (0, {"a", "b"})]
-
-
-def test_a_second_move_before_the_snapshot_misses_both() -> None:
-    bases = Bases()
-    bases.note_move({"a"}, {"b", "c"})
-    bases.note_move({"a", "b"}, {"d"})
-    assert bases.missing == {"b", "d"}
-
-
-def test_a_file_goes_with_the_last_tensor_that_it_is_good_for() -> None:
-    bases = Bases()
-    bases.note_move({"a"}, {"b"})
-    bases.note_whole(1, {"b"})
-    assert bases.note_move({"b"}, {"a"}) == [0]
-    bases.note_whole(2, {"a"})
-    assert bases.newest_first() == [(2, {"a"}), (1, {"b"})]
-    assert bases.note_move(set(), {"b"}) == [1, 2]
-    assert 0 not in bases
-
-
-def test_a_snapshot_without_other_tensors_is_no_base() -> None:
-    bases = Bases()
-    bases.note_whole(1, ())
-    assert 1 not in bases
 
 
 def part(**tensors: float) -> Tensor:
@@ -63,7 +29,8 @@ def part(**tensors: float) -> Tensor:
         packer = Packer()
         message = m.SnapshotTensor(name, packer.pack(torch.tensor([value])))
         frames.append(b"".join(encode_frame(Frame(message, tuple(packer.tensors)))))
-    return torch.frombuffer(bytearray(b"".join(frames)), dtype=torch.uint8)
+    content = bytearray(b"".join(frames))
+    return torch.frombuffer(content, dtype=torch.uint8) if content else torch.empty(0).byte()
 
 
 def sent(**tensors: float) -> Iterator[tuple[str, Tensor, State]]:
@@ -71,75 +38,138 @@ def sent(**tensors: float) -> Iterator[tuple[str, Tensor, State]]:
         yield name, torch.tensor([value]), {}
 
 
-def found(files: SnapshotFiles) -> dict[str, float]:
-    """The content of each tensor of worker 1; the first one counts."""
-    values: dict[str, float] = {}
-    for frame in files.base_frames(1):
-        assert isinstance(frame.message, m.LoadTensor)
-        values.setdefault(frame.message.name, float(frame.tensors[0]))
+def found(files: SnapshotFiles, worker: int = 1) -> dict[str, float]:
+    """The content of each tensor of a worker."""
+    frames = [*files.frames(worker)]
+    values = {frame.message.name: float(frame.tensors[0]) for frame in frames}  # type: ignore[attr-defined]
+    assert len(values) == len(frames)
+    assert values.keys() == {*files.names(worker)}
     return values
 
 
-def names_of(folder: Path) -> list[str]:
-    return sorted(path.name for path in folder.iterdir() if path.name != "claim")
+def told(files: SnapshotFiles, number: int, tensors: dict[int, dict[str, float]]) -> None:
+    """Write a whole snapshot: the tensors of each worker."""
+    for worker, own in tensors.items():
+        files.add(worker, number, part(**own)).result()
+    files.note_whole(number, {worker: [*own] for worker, own in tensors.items()})
+
+
+def spool(files: SnapshotFiles, worker: int, **tensors: float) -> None:
+    assert len([*files.spooled(worker, sent(**tensors), lambda _name: True)]) == len(tensors)
+
+
+def names_of(files: SnapshotFiles) -> list[str]:
+    """The names of the files of a run."""
+    files.add(9, 9, torch.empty(0)).result()  # behind it, nothing is under way
+    return sorted(path.name for path in files.folder.iterdir() if path.name not in ("claim", "9-9"))
+
+
+class Numbered:
+    """A worker, of which only the number counts here."""
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+
+
+ONE: Any = Numbered(1)
+OTHER: Any = Numbered(2)
 
 
 def test_the_latest_content_of_each_tensor_comes_from_the_files(tmp_path: Path) -> None:
     files = SnapshotFiles(tmp_path / "run")
-    assert len([*files.spooled(1, sent(a=1, b=2), lambda _name: True)]) == 2
+    spool(files, 1, a=1, b=2)
+    assert found(files) == {}
+    files.follow({})
     assert found(files) == {"a": 1, "b": 2}
-    files.add(1, 1, part(t=0)).result()
-    files.note_whole(1, 1)
-    files.note_move(1, kept={"a"}, got={"c"})
-    files.add(1, 2, part(c=3, b=9)).result()
-    files.note_whole(1, 2, {"c"})
-    # It has got b back since, with other content than it had at first.
-    files.note_move(1, kept={"a", "c"}, got={"b"})
-    files.add(1, 3, part(b=4)).result()
-    files.note_whole(1, 3, {"b"})
-    files.add(1, 4, part(t=5)).result()
-    files.note_whole(1, 4)
-    assert found(files) == {"a": 1, "b": 4, "c": 3}
-    files.add(1, 5, part(t=6)).result()
-    files.note_whole(1, 5)
-    files.add(1, 6, part(t=7)).result()  # behind it, nothing is under way
-    assert names_of(tmp_path / "run") == ["1-2", "1-3", "1-5", "1-6", "1-base"]
+    told(files, 1, {1: {"t": 0}})
+    told(files, 2, {1: {"t": 5, "b": 9}})
+    assert found(files) == {"a": 1, "b": 9, "t": 5}
+    assert names_of(files) == ["1-2", "1-base-1"]
+    told(files, 3, {1: {"t": 6, "b": 9, "a": 7}})
+    assert found(files) == {"a": 7, "b": 9, "t": 6}
+    assert names_of(files) == ["1-3"]
     files.close()
     assert not (tmp_path / "run").exists()
 
 
-def test_a_worker_without_a_base_has_what_it_told(tmp_path: Path) -> None:
-    """It has joined the run, so nothing was sent to it at the start."""
+def test_tensors_that_move_are_found_in_the_files_of_their_sources(tmp_path: Path) -> None:
     files = SnapshotFiles(tmp_path / "run")
-    files.note_move(4, kept=(), got={"a"})
-    files.add(4, 1, part(a=1)).result()
-    files.note_whole(4, 1, {"a"})
-    assert [frame.message.name for frame in files.base_frames(4)] == ["a"]  # type: ignore[attr-defined]
+    spool(files, 1, a=1, b=2, c=3, t=0)
+    spool(files, 2, u=0)
+    files.follow({})
+    told(files, 1, {1: {"t": 5, "b": 9}, 2: {"u": 6}})
+    # The second worker gets `d` from here; `c` and `u` come here, so nobody needs their files.
+    spool(files, 2, d=4)
+    files.follow(
+        {("a", ONE): ONE, ("b", OTHER): ONE, ("t", OTHER): ONE, ("d", OTHER): None, ("e", ONE): ONE}
+    )
+    assert found(files, 1) == {"a": 1}
+    assert found(files, 2) == {"b": 9, "t": 5, "d": 4}
+    assert names_of(files) == ["1-1", "1-base-1", "2-base-3"]
+    assert files.num_bytes(1) == 0
+    # It has not changed `b`, so the file of the first worker stays.
+    told(files, 2, {1: {}, 2: {"t": 7}})
+    assert found(files, 2) == {"b": 9, "t": 7, "d": 4}
+    assert names_of(files) == ["1-1", "1-base-1", "2-2", "2-base-3"]
+    assert files.num_bytes(2) > 0
+    told(files, 3, {1: {}, 2: {"t": 7, "b": 8}})
+    assert names_of(files) == ["1-base-1", "2-3", "2-base-3"]
+    files.close()
+
+
+def test_each_replica_has_its_own_content(tmp_path: Path) -> None:
+    """The one that steps a tensor has the optimizer's state, for which it is the source."""
+    files = SnapshotFiles(tmp_path / "run")
+    told(files, 1, {1: {"t": 1}, 2: {"t": 2}})
+    assert (found(files, 1), found(files, 2)) == ({"t": 1}, {"t": 2})
+    files.follow({("t", ONE): OTHER, ("t", OTHER): OTHER})
+    assert (found(files, 1), found(files, 2)) == ({"t": 2}, {"t": 2})
+    files.close()
+
+
+def test_what_was_sent_in_a_move_that_was_undone_is_forgotten(tmp_path: Path) -> None:
+    files = SnapshotFiles(tmp_path / "run")
+    spool(files, 1, a=1)
+    files.follow({})
+    spool(files, 1, a=2)
+    files.forget_sent()
+    assert found(files) == {"a": 1}
+    files.follow({("a", ONE): ONE})
+    assert found(files) == {"a": 1}
+    assert names_of(files) == ["1-base-1"]
     files.close()
 
 
 def test_what_is_no_tensor_is_refused(tmp_path: Path) -> None:
     files = SnapshotFiles(tmp_path / "run")
-    files.note_move(1, kept=(), got={"a"})
     frame = b"".join(encode_frame(Frame(m.FetchTensors(["a"]))))
     files.add(1, 1, torch.frombuffer(bytearray(frame), dtype=torch.uint8)).result()
-    files.note_whole(1, 1, {"a"})
+    files.note_whole(1, {1: ["a"]})
     with pytest.raises(RemoteProtocolError, match="which is no part of it"):
-        [*files.base_frames(1)]
+        [*files.frames(1)]
+    files.close()
+
+
+def test_a_tensor_that_is_missing_in_its_file_is_named(tmp_path: Path) -> None:
+    files = SnapshotFiles(tmp_path / "run")
+    files.add(1, 1, part(a=1)).result()
+    files.note_whole(1, {1: ["a", "b"]})
+    with pytest.raises(RemoteProtocolError, match=r"A snapshot lacks the tensors \['b'\]"):
+        [*files.frames(1)]
     files.close()
 
 
 def written(folder: Path) -> tuple[SnapshotFiles, list[Path]]:
     """The files of a worker with a base and a snapshot."""
     files = SnapshotFiles(folder)
-    assert [*files.spooled(1, sent(a=1), lambda _name: True)]
-    files.add(1, 1, part(t=5)).result()
-    files.note_whole(1, 1)
-    return files, [files.base(1), files.part(1, 1)]
+    spool(files, 1, a=1)
+    files.follow({})
+    told(files, 1, {1: {"t": 5}})
+    return files, [files.folder / "1-base-1", files.part(1, 1)]
 
 
 def read_all(files: SnapshotFiles) -> list[Frame]:
-    return [*files.latest(1), *files.base_frames(1)]
+    return [*files.frames(1)]
 
 
 def test_every_byte_that_changes_on_the_disk_is_found(tmp_path: Path) -> None:
@@ -178,8 +208,8 @@ def test_a_file_of_another_length_is_found(change: Any, tmp_path: Path) -> None:
 def test_a_file_of_another_run_is_found(tmp_path: Path) -> None:
     files, paths = written(tmp_path / "run-1")
     other = SnapshotFiles(tmp_path / "run-2")
-    assert [*other.spooled(1, sent(a=2), lambda _name: True)]
-    other.base(1).rename(paths[0])
+    spool(other, 1, a=2)
+    (other.folder / "1-base-1").rename(paths[0])
     with pytest.raises(CheckpointError, match="has other bytes than this run"):
         read_all(files)
     other.close()

@@ -265,7 +265,7 @@ class MovingAndKilling(RecoveryCallback):
 
 
 def is_safe(trainer: Any) -> bool:
-    """Whether the snapshot behind the latest move is whole."""
+    """Whether lost workers are replaced behind the latest move."""
     return not trainer.strategy.deployment.coordinator.replacements._snapshots.has_moved
 
 
@@ -284,30 +284,23 @@ def all_on(name: str) -> Plan:
     return Plan([StagePlan([name], (0, 5))], micro_batches=3)
 
 
-@pytest.mark.parametrize("place", ["among the tensors", "before the snapshot", "without layers"])
+@pytest.mark.parametrize("place", ["among the tensors", "without layers"])
 def test_a_worker_that_is_killed_in_a_move_comes_back_and_the_layers_move_again(
     place: str, undisturbed: Left, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The other worker, which lives, gets back what it had before the move too."""
     begun: list[int] = []
-    move, take = LayerMove._moves, Snapshots.take_behind_move
+    move = LayerMove._moves
 
     def moving(self: LayerMove) -> Iterator[str]:
         begun.append(0)
         for name in move(self):
             begun[-1] += 1
-            if len(begun) == len(plans) and begun[-1] == 3 and place != "before the snapshot":
+            if len(begun) == len(plans) and begun[-1] == 3:
                 kill_session(second)
             yield name
 
-    def taking(self: Snapshots, kept: Any, got: Any) -> None:
-        if len(begun) == 1:
-            kill_session(second)
-        take(self, kept, got)
-
     monkeypatch.setattr(LayerMove, "_moves", moving)
-    if place == "before the snapshot":
-        monkeypatch.setattr(Snapshots, "take_behind_move", taking)
     with worker_process() as first, worker_process() as second:
         names = [first.address, second.address]
         plans = {2: moved_plan_over(names)}
@@ -319,6 +312,44 @@ def test_a_worker_that_is_killed_in_a_move_comes_back_and_the_layers_move_again(
     # Nobody waits for one that had no layers before.
     told = [] if place == "without layers" else ["lost", "restored"]
     assert observing.told == [(what, second.address) for what in told]
+    assert_same_run(found, undisturbed)
+
+
+@pytest.mark.parametrize("place", ["before", "behind"])
+def test_a_worker_that_is_killed_right_before_or_behind_a_move_comes_back(
+    place: str, undisturbed: Left, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before, the snapshot of the state before the move is taken once more."""
+    begun: list[int] = []
+    move, take, follow = LayerMove._moves, Snapshots._take, Snapshots.follow
+
+    def moving(self: LayerMove) -> Iterator[str]:
+        begun.append(0)
+        yield from move(self)
+
+    def taking(self: Snapshots, with_gradients: bool) -> None:
+        taken.append(place)
+        if taken == ["before"]:
+            kill_session(second)
+        take(self, with_gradients)
+
+    def following(self: Snapshots, sources: Any, *args: Any) -> None:
+        if sources and place == "behind":
+            kill_session(second)
+        follow(self, sources, *args)
+
+    taken: list[str] = []
+    monkeypatch.setattr(LayerMove, "_moves", moving)
+    monkeypatch.setattr(Snapshots, "_take", taking)
+    monkeypatch.setattr(Snapshots, "follow", following)
+    with worker_process() as first, worker_process() as second:
+        names = [first.address, second.address]
+        observing = Observing({})
+        callbacks = [Moving({2: moved_plan_over(names)}), observing]
+        found = run(names, tmp_path / "run", NEVER, callbacks=callbacks)
+    assert len(begun) == 1
+    assert len(taken) == (2 if place == "before" else 1)
+    assert observing.told == [("lost", second.address), ("restored", second.address)]
     assert_same_run(found, undisturbed)
 
 
@@ -388,30 +419,28 @@ def test_a_worker_that_is_cut_off_as_another_is_lost_in_a_move_keeps_its_layers(
     assert_same_run(found, undisturbed)
 
 
-def test_a_worker_that_is_lost_when_it_has_given_its_layers_away_gets_them_back(
+def test_the_run_goes_on_without_a_worker_that_is_lost_when_it_has_given_its_layers_away(
     undisturbed: Left, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The one that has got them is lost too, before a snapshot holds them."""
-    killed: list[str] = []
-    take = Snapshots.take_behind_move
+    """The one that has got them is lost too, and gets them from the files of the first."""
+    follow = Snapshots.follow
 
-    def taking(self: Snapshots, kept: Any, got: Any) -> None:
-        if not killed:
+    def following(self: Snapshots, sources: Any, *args: Any) -> None:
+        follow(self, sources, *args)
+        if sources:
             kill_session(first)
             while len(self._connections.members) == 2:
                 self._connections.hear()
             kill_session(second)
-            killed.extend((second.address, first.address))
-        take(self, kept, got)
 
-    monkeypatch.setattr(Snapshots, "take_behind_move", taking)
+    monkeypatch.setattr(Snapshots, "follow", following)
     with worker_process() as first, worker_process() as second:
         observing = Observing({})
         callbacks = [Moving({2: all_on(second.address)}), observing]
         names = [first.address, second.address]
         with pytest.warns(UserWarning, match="It had no layers, so the run goes on without it"):
             found = run(names, tmp_path / "run", NEVER, callbacks=callbacks)
-    assert [name for what, name in observing.told if what == "lost"] == killed
+    assert observing.told == [("lost", second.address), ("restored", second.address)]
     assert_same_run(found, undisturbed)
 
 

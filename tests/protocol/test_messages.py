@@ -177,6 +177,7 @@ COMPARED = {
     "StageRecord.spans.message",
     "TensorContent.name",
     "TensorContent.state",
+    "SnapshotBegun.names",
 }
 
 
