@@ -33,10 +33,10 @@ from .replicas import shares_of
 from .step_model import busy_seconds_of_media
 
 MOST_AT_ONCE = 2**20
-"""Numbers of a batch of matrices, which bounds its memory."""
+"""Numbers of a batch of matrices; this bounds its memory."""
 
 MOST_KEPT = 24
-"""Arrangements whose splits become candidates, those with the lowest bounds."""
+"""The most splits of a batch that become candidates: the ones with the lowest bounds."""
 
 _INSTANT = 1e-12
 
@@ -45,15 +45,15 @@ Teams = tuple[tuple[str, ...], ...]
 
 @dataclass(frozen=True)
 class Arrangement:
-    """Teams in the order of the layers, whose layers are not chosen yet.
+    """Teams in the order of the layers, before their layers are chosen.
 
     Args:
         tables: The tables of teams.
-        teams: The processes of each stage behind the coordinator's first layers.
+        teams: The processes of each stage after the coordinator's first layers.
         micro_batches: Pieces of all batches of the window.
         embedding_left: Whether the first team has the embedding.
         kept: If the coordinator is a replica, how many of the first and of the last layers it has
-            for itself.
+            alone.
     """
 
     tables: Tables
@@ -67,7 +67,7 @@ class Arrangement:
 
     @classmethod
     def of(cls, candidate: Candidate, tables: Tables) -> Arrangement:
-        """The arrangement of a candidate, whose workers have one seat each."""
+        """The arrangement of a candidate; its workers must have one seat each."""
         teams = tuple(tuple(seat.name for seat in team) for team in candidate.teams)
         is_hosted = any(COORDINATOR in team for team in teams)
         kept = (candidate.seats[0].num_layers, candidate.seats[-1].num_layers)
@@ -82,7 +82,7 @@ class Arrangement:
         micro_batches: int,
         embedding_left: bool = False,
     ) -> Arrangement:
-        """Workers of which each has its stage alone."""
+        """An arrangement of workers, each with its stage alone."""
         return cls(tables, tuple((name,) for name in workers), micro_batches, embedding_left)
 
     @property
@@ -117,15 +117,15 @@ class Arrangement:
 
     @cached_property
     def hops(self) -> Hops:
-        """The forward and the backward hop that leaves each stage of a line; none without workers
-        and in other arrangements."""
+        """The forward and the backward hop from each stage of a line; empty without workers and in
+        other arrangements."""
         if not self.workers or not self.is_line:
             return (), ()
         return self.costs.hops([COORDINATOR, *self.workers], self.size, self.embedding_left)
 
     @cached_property
     def travel_seconds(self) -> list[float]:
-        """The seconds behind each stage of a line, there and back."""
+        """The seconds of the hops after each stage of a line, there and back."""
         there, back = self.hops
         return [
             hop.busy_seconds + hop.latency_seconds + after.busy_seconds + after.latency_seconds
@@ -134,17 +134,17 @@ class Arrangement:
 
     @cached_property
     def busiest_seconds(self) -> float:
-        """The seconds of a micro-batch on the link or medium of a line that it occupies longest."""
+        """The seconds of a micro-batch on the slowest link or medium of a line."""
         there, back = self.hops
         return max(busy_seconds_of_media([*there, *back]).values(), default=0.0)
 
     @property
     def most_hopeful_seconds(self) -> float:
-        """A lower bound of the step, without tables: all layers count as the cheapest ones, may be
-        divided, and fit anywhere."""
+        """A lower bound of the step, without tables: all layers cost as little as the cheapest one,
+        may be divided, and fit anywhere."""
         count = self.micro_batches
-        # In T seconds a team of so much speed runs at most T / (count / speed + exchange) layers,
-        # less what its coordinator does besides; and all teams run all layers.
+        # In T seconds a team runs at most T / (count / speed + exchange) layers, less the other
+        # work of its coordinator; and all teams together run all layers.
         num_layers, layers_per_second = float(self.costs.num_layers), 0.0
         for team in [*self.teams, *([] if self.hosted is not None else [(COORDINATOR,)])]:
             speeds = {name: 1 / max(self._layer_seconds(name), _INSTANT) for name in team}
@@ -180,15 +180,15 @@ class Arrangement:
         return only(seconds, (pin[1], len(seconds) - 1) if pin[0] == 0 else (0, pin[0]))
 
     def ends(self, front: int | None, in_flight: int) -> tuple[Numbers, Numbers]:
-        """The coordinator's seconds before the teams' layers and behind them.
+        """The coordinator's seconds before the teams' layers and after them.
 
         Args:
-            front: How many layers it has in front; None if it has no others.
+            front: How many layers it has in front; None if all its layers are in front.
             in_flight: The most micro-batches in flight.
         """
         size = self.costs.num_layers + 1
         if self.hosted is not None:
-            # Its seconds are in those of its team.
+            # The table of its team counts its seconds.
             first, end = self._layers_of_teams
             return nowhere_but(first, size), nowhere_but(end, size)
         seconds = self.own_matrix(in_flight)
@@ -197,8 +197,8 @@ class Arrangement:
         return nowhere_but(front, size), seconds[front]
 
     def least_seconds(self, ranges: Sequence[Range], in_flight: int) -> float:
-        """The step of the slowest process alone, and of the longest exchange; infinite if the
-        layers do not fit, or if a device does not have the layers to which it is pinned."""
+        """The step of the slowest process alone plus the longest exchange; infinite if the layers
+        do not fit or a device lacks the layers of its pin."""
         (_, first), *between, (end, _) = ranges
         slowest, exchange = 0.0, 0.0
         if self.hosted is None:
@@ -228,10 +228,10 @@ class Arrangement:
         return Request(team, pieces, in_flight, left, has_embedding, index == last, last == 0, own)
 
     def with_ranges(self, ranges: Sequence[Range], in_flight: int) -> Candidate:
-        """The candidate with these layers, where each team runs them in its fastest way that fits.
+        """The candidate with these layers; each team runs them in its fastest way that fits.
 
         Args:
-            ranges: The layers of each stage, those of the coordinator at both ends.
+            ranges: The layers of each stage, the coordinator's at both ends.
             in_flight: The most micro-batches in flight.
         """
         (_, first), *between, (end, _) = ranges
@@ -267,14 +267,14 @@ class Arrangement:
 
 
 def place(way: Arrangement, below: float = math.inf) -> list[Candidate]:
-    """Split the layers of an arrangement exactly, with the coordinator's layers in front, and with
-    them behind; without the candidates whose step cannot be shorter than ``below``."""
+    """Split the layers of an arrangement exactly, with the coordinator's layers all in front, and
+    all at the end; leave out candidates with a bound of ``below`` or more."""
     return [each for front in fronts_of(way) for each in place_in([way], front, below)]
 
 
 def fronts_of(way: Arrangement) -> list[int | None]:
-    """The numbers of the coordinator's layers in front, if they are all there, and if they are all
-    behind; None for all."""
+    """The values of ``front`` to try: None for all of the coordinator's layers in front, 0 for all
+    at the end."""
     if way.embedding_left or way.hosted is not None:
         return [0]
     return [None, 0] if way.teams and way.own.speed.most_layers else [None]
@@ -286,14 +286,14 @@ def place_in(
     """Split the layers of some arrangements exactly, for several numbers of micro-batches in
     flight.
 
-    Twice as many in flight as processes hide the transfers of a line; the turns of replicas want
+    Twice as many in flight as processes hide the transfers of a line; the turns of replicas need
     more. Fewer are tried if they leave memory for a better split.
 
     Args:
-        ways: Lines of as many workers, or one arrangement with replicas. Micro-batches and the
-            embedding are alike.
-        front: How many layers the coordinator has in front; None if it has no others.
-        below: Without the candidates whose step cannot be shorter.
+        ways: Lines with equally many workers, or one arrangement with replicas; all with the same
+            number of micro-batches and the same place of the embedding.
+        front: How many layers the coordinator has in front; None if all its layers are in front.
+        below: Leave out candidates with a bound of this or more.
     """
     num, pieces, is_line = len(ways[0].workers) + 1, ways[0].micro_batches, ways[0].is_line
     levels = {2 * num, num, math.ceil(num / 2), 1} | (set() if is_line else {4 * num})
@@ -322,8 +322,8 @@ def place_in(
 def place_at(
     way: Arrangement, in_flight: int, front: int | None, below: float = math.inf
 ) -> list[Candidate]:
-    """Split the layers exactly for this number in flight; nothing if they do not fit, or if the
-    step cannot be shorter than ``below``."""
+    """Split the layers exactly for this number in flight; empty if they do not fit, or if the bound
+    is ``below`` or more."""
     batch = _Batch([way], front)
     return [*batch.candidates(batch.splits(in_flight), in_flight, below)]
 
@@ -334,26 +334,25 @@ def _recomputes(candidate: Candidate) -> bool:
 
 @dataclass(frozen=True)
 class _Batch:
-    """Lines of as many workers, or one arrangement, with as many of the coordinator's layers in
-    front."""
+    """Lines with equally many workers, or one arrangement, with ``front`` as in `place_in`."""
 
     ways: Sequence[Arrangement]
     front: int | None
 
     def among(self, chosen: Choice) -> _Batch:
-        """The batch without the orders that are not chosen."""
+        """The batch with the chosen arrangements only."""
         pairs = zip(self.ways, chosen, strict=True)
         return _Batch([way for way, is_chosen in pairs if is_chosen], self.front)
 
     def bottlenecks(self, in_flight: int) -> Numbers:
-        """The least possible bottleneck of each order."""
+        """The least possible bottleneck of each arrangement."""
         ends = self.ways[0].ends(self.front, in_flight)
         found = [bottlenecks(self._stages(ways, in_flight), *ends) for ways in self._parts()]
         return np.concatenate(found)
 
     def splits(self, in_flight: int) -> Splits:
-        """The best split of each order: that with the fastest slowest stage, or, with one
-        micro-batch in flight, that with the least sum, because stages take turns then."""
+        """The best split of each arrangement: its slowest stage is the fastest possible. With one
+        micro-batch in flight stages take turns, so the sum of all stages is the least instead."""
         ends, found = self.ways[0].ends(self.front, in_flight), []
         for ways in self._parts():
             floors = np.array([math.inf if in_flight == 1 else w.busiest_seconds for w in ways])
@@ -365,7 +364,7 @@ class _Batch:
         )
 
     def candidates(self, splits: Splits, in_flight: int, below: float) -> Iterator[Candidate]:
-        """The candidates of splits whose step may be shorter."""
+        """The candidates of the splits with a bound under ``below``."""
         fit = np.flatnonzero(np.isfinite(splits.own_seconds))
         least = self._least_seconds(splits, fit, in_flight)
         likely = np.argsort(least, kind="stable")[:MOST_KEPT]
@@ -384,8 +383,8 @@ class _Batch:
 
     @staticmethod
     def _stages(ways: Sequence[Arrangement], in_flight: int) -> list[Numbers]:
-        """For each place the matrices of the teams that have it in each order. The exchange of a
-        team counts to its seconds, because both grow with its layers."""
+        """For each place the matrices of its teams, one of each arrangement. A team's seconds
+        include its exchange, because both grow with its layers."""
         rows = [
             [
                 each.seconds + each.exchange_seconds / way.micro_batches
@@ -398,7 +397,7 @@ class _Batch:
         return [np.stack(column) for column in zip(*rows, strict=True)]
 
     def _least_seconds(self, splits: Splits, fit: Indices, in_flight: int) -> Numbers:
-        """The bounds of `least_seconds` by each process's work, without making candidates."""
+        """The bounds of `Candidate.least_seconds` by each process's work, without candidates."""
         own, count = splits.own_seconds[fit], self.ways[0].micro_batches
         cuts, stages = splits.cuts[fit], splits.stage_seconds[fit]
         if not self.ways[0].is_line:

@@ -1,15 +1,16 @@
-"""Balance: when a run's plan gives way to a better one, by the seconds of its stages alone.
+"""Balance: when to replace a run's plan by a better one, by the seconds of its stages alone.
 
     steps   1 2     3 .. 7   8 .. 12   13 .. 17     18
             ignored └ window ┘└ window ┘└ window ┘  layers move here, if another plan would have
                                                     saved 5 % of the step in each window
 
-It asks neither what was measured before the run nor when a stage became slow. Medians over windows
-that share no step make noise harmless: it would have to point the same way in each of them.
+A balance works without measurements before the run, and does not look for the time of a change. It
+takes medians over separate windows, so noise is harmless: it would have to point the same way in
+each of them.
 
-What is known of a process may be wrong, such as where its layers are unlike. Then a move
-disappoints, and the next one leads back. Such a return ends all moves until a stage drifts, and
-each return doubles the windows that a move needs. So no run goes to and fro.
+The known seconds of a process may be wrong, such as with unlike layers. Then a move disappoints,
+and the next one leads back. Such a return ends all moves until a stage drifts, and each return
+doubles the windows of a move. So a run does not go to and fro.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from .profile import Profile
 from .replan import LEAST_GAIN, Known, Replanned, replan, share_saved, with_both_ends
 
 NUM_WINDOWS = 3
-"""Windows in each of which a plan has to save enough."""
+"""The number of windows; a plan has to save enough in each."""
 
 MOST_WINDOWS = 12
 """The most windows that a move needs after moves that led back."""
@@ -40,11 +41,11 @@ Seconds = Mapping[str, StageSeconds]
 
 @dataclass(frozen=True)
 class Judged:
-    """What follows from the latest windows.
+    """The result of the latest windows.
 
     Args:
         seconds: The seconds of the processes.
-        change: A better plan; None where the present one is the best that can be found.
+        change: A better plan; None if `Balance` finds none.
     """
 
     seconds: Seconds
@@ -58,9 +59,9 @@ class Balance:
     Args:
         plan: The present plan.
         num_windows: Windows that a move needs.
-        rests: Whether nothing moves until a stage drifts.
-        proposed: The plans of this run that were proposed or left.
-        profile: The times with which layers moved last; None before that.
+        rests: Whether layers and shares stay until a stage drifts.
+        proposed: The proposed and the replaced plans of this run.
+        profile: The times with which layers moved last; None before the first move.
     """
 
     plan: Plan
@@ -71,14 +72,14 @@ class Balance:
     _num_steps: int = 0
     _steps: list[Seconds] = field(default_factory=list)
     _windows: deque[Seconds] = field(default_factory=deque)
-    # The seconds with which no better plan was found; a search takes time.
+    # The seconds of the last search without a better plan; a search takes time.
     _searched: Seconds = field(default_factory=dict)
 
     def note(self, seconds: Seconds, known: Known) -> Judged | None:
         """Note the seconds of a step.
 
         Returns:
-            What follows from the latest windows; None until they are complete.
+            The result of the latest windows; None until they are complete.
         """
         self._num_steps += 1
         if self._num_steps <= WARM_UP:
@@ -109,7 +110,7 @@ class Balance:
         return share_saved(other, self.plan, known, seconds)
 
     def propose(self, change: Replanned) -> None:
-        """Note that layers are to move to where a plan has them."""
+        """Note that the run is to change to another plan."""
         if change.plan in self.proposed:
             self.num_windows = min(2 * self.num_windows, MOST_WINDOWS)
             self.rests = True
@@ -118,15 +119,15 @@ class Balance:
         self._windows.clear()
 
     def stay(self) -> None:
-        """Note that layers cannot move."""
+        """Keep the plan until a stage drifts."""
         self.rests = True
 
     def note_drift(self) -> None:
-        """Note that a stage has become faster or slower for good."""
+        """Allow moves again after a lasting change of a stage."""
         self.rests = False
 
     def after_move(self, plan: Plan) -> Balance:
-        """The balance of the plan that follows this one."""
+        """The balance of the next plan."""
         if {*plan.workers} != {*self.plan.workers}:
             return Balance(plan)
         return Balance(plan, self.num_windows, self.rests, self.proposed, self.profile)
@@ -140,7 +141,7 @@ def _are_alike(seconds: Seconds, others: Seconds) -> bool:
 
 
 def seen(plan: Plan, seconds: Seconds) -> str:
-    """How the slowest process compares with its neighbors, as the begin of a sentence."""
+    """How the slowest process compares with its neighbors, as the start of a sentence."""
     slowest = _slowest(seconds)
     others = _neighbors(plan, slowest) & seconds.keys() or seconds.keys() - {slowest}
     if not others:
@@ -154,15 +155,15 @@ def seen(plan: Plan, seconds: Seconds) -> str:
 
 
 def moves(before: Plan, after: Plan) -> str:
-    """What changes hands between two plans, as the end of a sentence."""
+    """The shares or layers that change hands between two plans, as the end of a sentence."""
     if before.differs_in_shares_only(after):
         return ", ".join(_shares(before, after))
     return ", ".join(_layers(before, after))
 
 
 def why_it_rests(plan: Plan, known: Known, seconds: Seconds) -> str:
-    """Why the slowest process keeps its work although it takes much longer than its neighbors;
-    empty if it does not take that much longer."""
+    """Why a process keeps its work although it takes much longer than the others; empty if the
+    slowest process does not."""
     slowest = _slowest(seconds)
     others = [stage.total for name, stage in seconds.items() if name != slowest]
     if not others or seconds[slowest].total <= (1 + THRESHOLD) * statistics.mean(others):
@@ -189,7 +190,7 @@ def _slowest(seconds: Seconds) -> str:
 
 
 def _neighbors(plan: Plan, name: str) -> set[str]:
-    """The processes of the same stages and of those beside them, without this one."""
+    """The other processes of the same and of the adjacent stages."""
     stages = with_both_ends(plan)
     places = [place for place, stage in enumerate(stages) if name in stage.workers]
     near = {near for place in places for near in (place - 1, place, place + 1)}

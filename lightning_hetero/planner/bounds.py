@@ -1,4 +1,4 @@
-"""Bounds of a step that no schedule beats, by the devices' speeds, memory, links and order."""
+"""Lower bounds of a step for all schedules, by the devices' speeds, memory, links and order."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _INSTANT = 1e-12
 def least_bottleneck(speeds: Sequence[Speed], num_layers: int) -> float:
     """The least seconds per micro-batch in which all devices together run all layers.
 
-    This is the sum of speeds, limited by what each device can hold; infinite if the layers do not
+    This adds up the speeds, limited by the memory of each device; infinite if the layers do not
     fit.
     """
     fixed = np.array([speed.fixed_seconds for speed in speeds])
@@ -47,8 +47,7 @@ def least_seconds(pipeline: Pipeline) -> float:
     the first micro-batch has passed the stages before it, and these still work after its last
     backward. This also holds for the coordinator's last part and everything before it. A medium
     carries all micro-batches. The number of micro-batches in flight is bounded from the first
-    stage of each process on. A batch of the window begins when the losses of the batch before it
-    are there.
+    stage of each process on. A batch of the window begins after the losses of the batch before it.
     """
     if pipeline.replicas is not None:
         return _Ways(pipeline).least_seconds
@@ -60,7 +59,8 @@ def least_seconds(pipeline: Pipeline) -> float:
         return count * (own[0] + pipeline.loss_seconds) + optimizer
     hops = [*pipeline.forward_hops, *pipeline.backward_hops]
     bounds = [count * busy for busy in busy_seconds_of_media(hops).values()]
-    # From the loss back to the first stage: what follows a point, and each process's work there.
+    # From the loss back to the first stage: the seconds after a point, and each process's work in
+    # them.
     num, behind = len(stages), pipeline.loss_seconds
     whole = sum(own) + behind + sum(hop.busy_seconds + hop.latency_seconds for hop in hops)
     left = [0.0] * pipeline.num_processes
@@ -113,9 +113,9 @@ class _Ways:
             [seconds * count for seconds, count in zip(each, pipeline.counts, strict=True)]
         )
         self._busy[0] += pipeline.num_microbatches * pipeline.loss_seconds
-        # The least seconds before any loss and behind any loss.
+        # The least seconds before any loss and after any loss.
         self._ahead = self._behind_loss = math.inf
-        # By process, the least seconds before its first action and behind its last one.
+        # By process, the least seconds before its first action and after its last one.
         self._first = [math.inf] * pipeline.num_processes
         self._last = [math.inf] * pipeline.num_processes
         self._passing = {way: self._walk(way) for way in self._counts}

@@ -1,7 +1,7 @@
 """Candidates: devices with their layers, as the simulator plays them and as plans.
 
 A candidate is a list of seats in the order of the layers. A seat is a process with consecutive
-layers. The coordinator has the first seat and the last one, and each of them may be without layers:
+layers. The coordinator has the first and the last seat; both may be without layers:
 
     coordinator ─────────────▶ worker 1 ─▶ worker 2 ─▶ worker 1 ─▶ coordinator
     start, embedding, layers   layers      layers      layers      layers, head, loss
@@ -123,8 +123,9 @@ class Costs:
         """The cost of an end of the model.
 
         Both ends were measured on the coordinator, with the embedding there. Nearly all of the
-        measured forward is the start, which stays on the coordinator. Backward, optimizer step and
-        memory belong to the embedding. A worker's factor for them is its factor for decoder layers.
+        measured forward is the start, and this stays on the coordinator. Backward, optimizer step
+        and memory belong to the embedding. A worker's factor for them is its factor for decoder
+        layers.
         """
         own, model = self.profile.device(COORDINATOR), self.profile.model
         part = EMBEDDING if end == START else end
@@ -155,8 +156,8 @@ class Costs:
         return self._links.get((source, target), assumed)
 
     def hops(self, names: Sequence[str], size: int, embedding_left: bool) -> Hops:
-        """The forward and the backward hop that leaves each stage, the coordinator's stage first,
-        without rounding."""
+        """The forward and the backward hop from each stage, the coordinator's stage first, without
+        rounding."""
         key = (tuple(names), size, embedding_left)
         if key not in self._hops_of:
             self._hops_of[key] = boundary_hops(self, names, size, embedding_left)
@@ -185,8 +186,8 @@ class Seat:
         name: The process.
         layers: Its layers here; the coordinator may have none.
         option: How it runs them.
-        ends: The ends of the model that it has here, as for `Holder`.
-        part: Its part in a stage that has replicas; None if it has the stage alone.
+        ends: The ends of the model here, as for `Holder`.
+        part: Its part in a stage with replicas; None if it has the stage alone.
     """
 
     name: str
@@ -238,7 +239,7 @@ class Candidate:
 
     @cached_property
     def workers(self) -> tuple[str, ...]:
-        """The workers, each once, as the layers come to them."""
+        """The workers, each once, in the order of their first layers."""
         names = (seat.name for seat in self.seats[1:-1])
         return tuple(dict.fromkeys(name for name in names if name != COORDINATOR))
 
@@ -259,18 +260,18 @@ class Candidate:
 
     @property
     def ranges_of_teams(self) -> list[Range]:
-        """The layers of each stage, with those of the coordinator at both ends."""
+        """The layers of each stage, the coordinator's at both ends."""
         between = [team[0].layers for team in self.teams]
         return [self.seats[0].layers, *between, self.seats[-1].layers]
 
     @property
     def has_lone_seats(self) -> bool:
-        """Whether each worker has one seat, and its stage for itself."""
+        """Whether each worker has one seat, and its stage alone."""
         return len(self.workers) == len(self.seats) - 2 and not self.has_replicas
 
     @cached_property
     def teams(self) -> list[list[Seat]]:
-        """The seats of each stage behind the coordinator's first one; several are replicas."""
+        """The seats of each stage after the coordinator's first one; several are replicas."""
         between = groupby(self.seats[1:-1], key=lambda seat: seat.layers)
         return [list(seats) for _, seats in between]
 
@@ -289,7 +290,7 @@ class Candidate:
 
     @cached_property
     def pipeline(self) -> Pipeline:
-        """The step that the simulator plays."""
+        """The step for the simulator."""
         names = [seat.name for seat in self.seats[:-1]]
         numbers = {name: number for number, name in enumerate(self.processes)}
         own, behind = self.seats[0], self.seats[-1]
@@ -313,7 +314,7 @@ class Candidate:
 
     @property
     def max_started(self) -> int:
-        """The most micro-batches that may have started on the coordinator."""
+        """The bound of the plan for micro-batches started on the coordinator."""
         return most_started(self.in_flight, sends_token_ids=self.embedding_left)
 
     def _hops(self, names: Sequence[str]) -> Hops:
@@ -352,7 +353,7 @@ class Candidate:
 
     @cached_property
     def exchange_seconds(self) -> float:
-        """The seconds of a step for which replicas exchange gradients and weights."""
+        """The seconds of a step in which replicas exchange gradients and weights."""
         return exchange_seconds(self._exchanging, self.costs.link)
 
     @property
@@ -368,7 +369,7 @@ class Candidate:
         ]
 
     def bytes_sent(self, source: str, target: str) -> float:
-        """The bytes that one process sends to another one in an optimizer step."""
+        """The bytes from one process to another in an optimizer step."""
         pipeline, names = self.pipeline, [seat.name for seat in self.seats]
         replicas = pipeline.replicas
         numbers = range(len(names)) if replicas is None else replicas.numbers
@@ -393,11 +394,11 @@ class Candidate:
 
     @property
     def gradient_bytes_of_teams(self) -> list[float]:
-        """The gradients of each stage that has replicas."""
+        """The bytes of the gradients of each stage with replicas."""
         return [self.gradient_bytes(team[0]) for team in self.teams if len(team) > 1]
 
     def gradient_bytes(self, seat: Seat) -> float:
-        """The gradients of a seat's parameters."""
+        """The bytes of the gradients of a seat's parameters."""
         need = self.holder(seat).need(seat.option, *seat.layers, in_flight=1)
         return float(need.gradients)
 
@@ -416,7 +417,7 @@ class Candidate:
     @property
     def _own_software(self) -> float:
         """The seconds of the coordinator's software in each of its three actions of a micro-batch:
-        start, loss and last backward. Without workers no micro-batch goes anywhere."""
+        start, loss and last backward; 0 without workers."""
         ends = self.costs.both_ends(self.size, self.embedding_left)
         return ends.software_seconds / 3 if self.workers else 0.0
 
@@ -424,7 +425,7 @@ class Candidate:
     def process_seconds(self) -> dict[str, float]:
         """The seconds of each process for one micro-batch; the coordinator's include the loss.
 
-        A replica's are the mean over all micro-batches, also those that others run."""
+        A replica's are the mean over all micro-batches, also the ones of other replicas."""
         pipeline, num = self.pipeline, self.micro_batches
         seconds = [
             (stage.forward_seconds + stage.backward_seconds) * count / num
@@ -440,7 +441,7 @@ class Candidate:
 
     @property
     def busy_seconds_of_media(self) -> dict[str, float]:
-        """The seconds for which one micro-batch occupies each link or shared medium."""
+        """The seconds of one micro-batch on each link or shared medium."""
         if self.pipeline.is_alone:
             return {}
         if self.has_replicas:
@@ -455,7 +456,7 @@ class Candidate:
 
     @cached_property
     def simulation(self) -> Simulation:
-        """The simulated step; in the safe mode its spans are those of the other mode."""
+        """The simulated step; in the safe mode, its spans are of the usual mode."""
         found, seconds = predict(self.pipeline), self._safe_seconds
         return found if seconds is None else replace(found, step_seconds=seconds)
 
@@ -467,11 +468,11 @@ class Candidate:
 
     @cached_property
     def _safe_seconds(self) -> float | None:
-        """The step in the safe mode; None in the other mode, and where both have the same."""
+        """The step in the safe mode; None in the usual mode, and if both take equally long."""
         return safe_step_seconds(self.pipeline) if self.costs.is_safe_mode else None
 
     def is_below(self, seconds: float) -> bool:
-        """Whether the predicted step is shorter; the simulation ends as soon as it cannot be."""
+        """Whether the predicted step is shorter; a simulation stops early once it cannot be."""
         known = vars(self)
         if "simulation" in known or self.costs.is_safe_mode:
             return self.step_seconds < seconds
@@ -481,12 +482,12 @@ class Candidate:
         if found is None:
             known["_at_least"] = seconds
             return False
-        known["simulation"] = found  # what the cached property is to return
+        known["simulation"] = found  # the value of the cached property
         return True
 
     @property
     def identity(self) -> Hashable:
-        """Equal for candidates of one search that are the same plan."""
+        """Equal for candidates of one search with the same plan."""
         left = self.embedding_left
         same = self.workers, tuple(self.ranges), self.micro_batches, self.in_flight, left
         if not self.has_replicas:
@@ -494,11 +495,11 @@ class Candidate:
         return (*same, *((seat.name, seat.part) for seat in self.seats))
 
     def need(self, name: str) -> Need:
-        """The memory that a process needs."""
+        """The memory need of a process."""
         return self.need_of(self.seats_of(name))
 
     def need_of(self, seats: Sequence[Seat]) -> Need:
-        """The memory that seats of one process need, which may differ from those of the plan."""
+        """The memory need of seats of one process, which may differ from its present seats."""
         first, *others = map(self._need, seats)
         return sum(others, start=first)
 
@@ -512,7 +513,7 @@ class Candidate:
         return of_replica(need, stepped, count * part.kept_bytes)
 
     def plan(self) -> Plan:
-        """The candidate as a plan, without stages that have no layers."""
+        """The candidate as a plan, without empty stages."""
         held = [[self.seats[0]], *self.teams, [self.seats[-1]]]
         stages = [self._stage_plan(team) for team in held if team[0].num_layers]
         return Plan(stages, self.micro_batches // self.costs.num_batches, self.in_flight)
@@ -545,8 +546,8 @@ def as_replicas(
         seats: A seat of each replica, with the same layers.
         shares: How many micro-batches of a round each one runs.
         optimizer: As in a `StagePlan`.
-        head_bytes: What head and loss take for a micro-batch if this is the last stage on workers.
-            The coordinator's own micro-batches may keep it until it is their loss's turn.
+        head_bytes: The bytes of head and loss for a micro-batch, if this is the last stage on
+            workers. The coordinator's own micro-batches may keep them until their loss.
     """
     own = sum(n for seat, n in zip(seats, shares, strict=True) if seat.name == COORDINATOR)
     is_hosted = any(seat.name == COORDINATOR for seat in seats)
@@ -556,7 +557,7 @@ def as_replicas(
         part = ReplicaPart(
             share,
             # The coordinator's turns come last in a round, and its own micro-batches may end before
-            # earlier ones that are away.
+            # earlier ones on workers.
             total if is_own else total - own,
             len(seats),
             optimizer if is_hosted else optimizer or "each",
@@ -576,7 +577,7 @@ def boundary_hops(
     embedding_left: bool = False,
     narrowings: Sequence[Narrowing] = (),
 ) -> Hops:
-    """The forward and the backward hop that leaves each stage, the coordinator's stage first."""
+    """The forward and the backward hop from each stage, the coordinator's stage first."""
     crossing = crossing_bytes(costs.profile.model, len(names), size, embedding_left, narrowings)
     there, back = ([each[way] for each in crossing] for way in (0, 1))
     behind, before = [*names[1:], names[0]], [names[-1], *names[:-1]]

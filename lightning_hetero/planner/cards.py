@@ -1,8 +1,8 @@
-"""Published figures of cards, and devices that are guessed from them.
+"""Published figures of cards, and guesses of unmeasured devices from them.
 
-A card that nobody has measured is guessed from a card that was measured: work that is bound by
-arithmetic takes longer in proportion to the peak operations per second, and work that is bound by
-memory in proportion to the bandwidth. The truth lies between these two or near them.
+An unmeasured card is guessed from a measured one: work bound by arithmetic scales with the peak
+operations per second, and work bound by memory with the bandwidth. The truth lies between these two
+or near them.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ FASTEST, MIDDLE, SLOWEST = 0.0, 0.5, 1.0
 """Where between the two bounds a guess lies."""
 
 _TABLE = Path(__file__).with_name("cards.csv")
-# Words that drivers and sellers put before and behind the name of a card.
+# Words of drivers and sellers around the name of a card.
 _NOISE = re.compile(
     r"nvidia|geforce|amd|radeon|instinct|intel|apple|tesla|graphics|\(r\)|\(tm\)|[^a-z0-9]"
 )
@@ -38,13 +38,13 @@ class Card:
 
     Args:
         name: The short name.
-        names: This and other names, as they are compared.
+        names: This and other names, in the form for comparison.
         operations_per_second: The published peak by dtype, without sparsity, with sums in float32.
-            A dtype that the card does not compute in is absent.
+            Only the dtypes in which the card computes.
         memory_bytes: Its memory.
         bytes_per_second: The bandwidth of its memory.
         watts: The vendor's limit; None if it is not published.
-        source: The vendor's document that has the figures.
+        source: The vendor's document with the figures.
     """
 
     name: str
@@ -84,12 +84,12 @@ def _card(row: Mapping[str, str]) -> Card:
 
 
 def _bare(name: str) -> str:
-    """The name without the words and marks in which spellings differ."""
+    """The name without optional words and marks."""
     return _NOISE.sub("", name.lower())
 
 
 def card_of(device: str) -> Card | None:
-    """The card that a device's description names; None if it is not in the table."""
+    """The card in a device's description; None if it is not in the table."""
     return next((card for card in cards() if _bare(device) in card.names), None)
 
 
@@ -97,7 +97,7 @@ def find_card(name: str) -> Card:
     """The card with a name.
 
     Raises:
-        PlanError: If the table has no such card, with the names that are most like it.
+        PlanError: If the table lacks the card, with the most similar names.
     """
     found = card_of(name)
     if found is not None:
@@ -109,15 +109,15 @@ def find_card(name: str) -> Card:
 
 @dataclass(frozen=True)
 class Guess:
-    """A profile with a device that was not measured.
+    """A profile with a guessed device.
 
     Args:
         profile: With the device.
         name: The device.
-        card: What it is guessed to be.
-        like: The measured device that was scaled.
-        like_card: The card of that device.
-        factors: Seconds of a layer over those on the measured device, at least and at most.
+        card: Its card.
+        like: The measured device; the guess scales its timings.
+        like_card: The card of the measured device.
+        factors: Seconds of a layer over the measured seconds, at least and at most.
     """
 
     profile: Profile
@@ -146,16 +146,16 @@ class Guess:
 def with_card(profile: Profile, wish: str, lean: float = MIDDLE) -> Guess:
     """Add a worker with a card, or put a card in the place of a device.
 
-    A new worker has the links of the measured device that is scaled, or of the first worker if that
-    is the coordinator.
+    A new worker has the links of the scaled device, or of the first worker if the scaled device is
+    the coordinator.
 
     Args:
-        profile: What was measured.
+        profile: The measurements.
         wish: ``CARD`` for a new worker, or ``WORKER=CARD``.
         lean: Where the guess lies, from `FASTEST` to `SLOWEST`.
 
     Raises:
-        PlanError: If the card or the worker is unknown, or no measured device can be scaled to it.
+        PlanError: If the card or the worker is unknown, or the profile lacks a device to scale.
     """
     place, _, name = wish.rpartition("=")
     card = find_card(name)
@@ -191,7 +191,7 @@ def with_card(profile: Profile, wish: str, lean: float = MIDDLE) -> Guess:
 
 
 def _most_alike(profile: Profile, card: Card, place: str) -> tuple[DeviceProfile, Card]:
-    """The measured device with a known card whose figures are nearest."""
+    """The measured device with the most similar known card."""
     measured = [(device, card_of(device.device)) for device in profile.devices if device.timings]
     # Only the coordinator has timings of the ends.
     known = [
@@ -213,7 +213,7 @@ def _most_alike(profile: Profile, card: Card, place: str) -> tuple[DeviceProfile
 
 
 def _both(like: Card, card: Card, dtype: Dtype) -> tuple[float, float]:
-    """The factors of work that is bound by arithmetic, and of work that is bound by memory."""
+    """The factors of work bound by arithmetic, and of work bound by memory."""
     used = (
         dtype
         if {dtype} <= {*like.operations_per_second} & {*card.operations_per_second}
@@ -250,7 +250,7 @@ def _timings(
 
 
 def _scaled(timing: Timing, like: Card, card: Card, lean: float) -> Timing | None:
-    """A timing on another card; None in a dtype that one of the cards does not compute in."""
+    """A timing on another card; None if one of the cards does not compute in its dtype."""
     if not {timing.dtype} <= {*like.operations_per_second} & {*card.operations_per_second}:
         return None
     least, most = sorted(_both(like, card, timing.dtype))
@@ -280,7 +280,8 @@ def _with_device(profile: Profile, device: DeviceProfile, like: DeviceProfile) -
 
 
 def _copies(link: Link, pattern: str, name: str) -> list[Link]:
-    """A link of the pattern as one of the new device, and the one between both of them."""
+    """A link of the pattern copied to the new device, and, from its link with the coordinator, the
+    link between both."""
     if pattern == link.source:
         between = [replace(link, target=pattern, source=name)] if link.target == COORDINATOR else []
         return [replace(link, source=name), *between]

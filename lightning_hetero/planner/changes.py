@@ -12,16 +12,16 @@ from .feasibility import shortages
 from .replicas import ReplicaPart
 
 SHARES_MOVED = (1, 2)
-"""Micro-batches that a change moves from one replica to another."""
+"""Numbers of micro-batches that a change moves from one replica to another."""
 
 LAYERS_MOVED = (1, 2, 4, 8)
 """Numbers of layers that a change moves from one stage to another."""
 
 MOST_NEAR_PLAYED = 12
-"""Changes of one candidate that are simulated, those with the lowest bounds first."""
+"""The most changes of one candidate to simulate, the lowest bounds first."""
 
 LEAST_GAIN_OF_CHANGE = 1e-9
-"""Share of the step that a change must save; less is rounding of sums."""
+"""Share of the step that a change must save; less may be rounding."""
 
 
 def step_of(candidate: Candidate) -> float:
@@ -40,13 +40,13 @@ def descended(
     most: int = MOST_NEAR_PLAYED,
     played: set[Hashable] | None = None,
 ) -> Candidate:
-    """The candidate to which changes lead while the simulated step gets shorter.
+    """Change a candidate while the simulated step gets shorter.
 
     Args:
         best: The candidate to begin with.
         near: The changes of a candidate.
-        most: Changes of one candidate that are simulated, those with the lowest bounds first.
-        played: The identities of candidates that were simulated, which are not tried again.
+        most: The most changes of one candidate to simulate, the lowest bounds first.
+        played: The identities of simulated candidates; they are not tried again.
     """
     played = set() if played is None else played
     while True:
@@ -78,8 +78,8 @@ def moved_layers(
 def with_counts(
     way: Arrangement, counts: Sequence[int], most_in_flight: int, below: float
 ) -> Iterator[Candidate]:
-    """The candidate with these numbers of layers, if they fit the devices and the pins, and if the
-    slowest process alone takes less than ``below``."""
+    """The candidate with these numbers of layers, if they fit the devices and the pins, and their
+    lower bound is less than ``below``."""
     front, *of_teams, behind = counts
     if min(of_teams, default=1) < 1 or not of_teams and behind or way.embedding_left and front:
         return
@@ -89,8 +89,8 @@ def with_counts(
 
 
 def with_moved_layers(way: Arrangement, best: Candidate) -> Iterator[Candidate]:
-    """Candidates in which one stage has some layers less and another one more; the stages between
-    them keep their number."""
+    """Candidates with some layers less in one stage and more in another; the stages between them
+    keep their number."""
     counts = [end - first for first, end in best.ranges_of_teams]
     places = range(len(counts)) if way.hosted is None else range(1, len(counts) - 1)
     for moved in moved_layers(counts, places, places):
@@ -98,7 +98,7 @@ def with_moved_layers(way: Arrangement, best: Candidate) -> Iterator[Candidate]:
 
 
 def with_moved_shares(best: Candidate) -> Iterator[Candidate]:
-    """Candidates in which one replica has one or two micro-batches less and another one more."""
+    """Candidates with one or two micro-batches less on one replica and more on another."""
     for index, team in enumerate(best.teams):
         shares = [seat.part.share for seat in team if seat.part is not None]
         for (giver, taker), by in product(permutations(range(len(shares)), 2), SHARES_MOVED):
@@ -112,8 +112,7 @@ def with_moved_shares(best: Candidate) -> Iterator[Candidate]:
 
 
 def with_other_turns(best: Candidate) -> Iterator[Candidate]:
-    """Candidates in which two replicas change places in their stage's list, which decides who goes
-    first."""
+    """Candidates with two replicas exchanged in their stage's list: its order decides the turns."""
     for index, team in enumerate(best.teams):
         shares = [seat.part.share for seat in team if seat.part is not None]
         for one, other in combinations(range(len(shares)), 2):
@@ -138,7 +137,7 @@ def _with_shares(
 
 def with_whole_optimizer(best: Candidate, limit: float) -> Candidate:
     """The candidate in which replicas on workers step all parameters each, if it fits and its step
-    is shorter than the limit."""
+    is shorter than the limit; otherwise the same candidate."""
 
     def changed(part: ReplicaPart | None) -> ReplicaPart | None:
         if part is None or part.optimizer is None:

@@ -1,10 +1,10 @@
 """Seconds and bytes of every possible stage on one device, at one micro-batch size.
 
 `cost_at` gives the cost of one layer, `Option` sums it over layers for one dtype, and `Holder` adds
-the device's memory and the ends of the model that it has. `BothEnds` is the coordinator, which may
-have the first layers and the last ones. All sums over layers are differences of prefix sums, so one
-formula serves a single stage and, with arrays for `first` and `end`, all stages. `crossing_bytes`
-tells what travels between stages.
+the device's memory and its ends of the model. `BothEnds` is the coordinator with its first and its
+last layers. All sums over layers are differences of prefix sums, so one formula serves a single
+stage and, with arrays for `first` and `end`, all stages. `crossing_bytes` gives the traffic between
+stages.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from .profile import EMBEDDING, ENDS, HEAD, DeviceProfile, ModelProfile
 from .step_model import Speed
 
 KEPT_FREE = 0.05
-"""Share of a device's memory that no plan fills, because allocators leave holes."""
+"""Share of a device's memory that plans keep free, because allocators leave holes."""
 
 START = "start"
 """The coordinator's part before the first layer, without the embedding."""
@@ -53,7 +53,7 @@ def cost_at(
 
     Above the largest size the line through the last two continues; with one measured size the cost
     is proportional. Below the smallest size the cost stays. An unmeasured backward with
-    recomputation is a forward and a backward.
+    recomputation costs a forward and a backward.
 
     Returns:
         None if the part was not measured or the micro-batch does not fit.
@@ -87,9 +87,9 @@ def _between(measured: dict[int, Cost], size: int) -> Cost:
 
 
 def allowed_dtypes(device: DeviceProfile, model: ModelProfile, size: int) -> list[Dtype]:
-    """The dtypes that a stage on this device may have.
+    """The dtypes for a stage on this device.
 
-    They are the user's precision, and float32 if that is faster, because float32 loses nothing. A
+    They are the user's precision, and float32 if it is faster, because float32 keeps all digits. A
     device without measurements in the user's precision gets its fastest dtype. The planner never
     narrows a dtype to save time. The coordinator computes only in the user's precision.
     """
@@ -115,15 +115,15 @@ def layer_seconds(device: DeviceProfile, model: ModelProfile, dtype: Dtype, size
 
 @dataclass(frozen=True)
 class Need:
-    """Bytes that a stage needs, or arrays of bytes for several stages.
+    """The memory need of a stage in bytes, or arrays of bytes for several stages.
 
     Args:
         base: Memory of the framework itself.
         weights: Parameters as stored.
-        gradients: Gradients of the parameters that train.
+        gradients: Gradients of the trainable parameters.
         optimizer: Optimizer state.
-        in_flight: What micro-batches in flight keep for their backwards, and the graph of a loss
-            that waits for its own.
+        in_flight: The bytes that micro-batches in flight keep for their backwards, and the graph of
+            a loss that waits for its backward.
         working: Temporary memory of one action.
         boundaries: One activation and one gradient on each boundary.
     """
@@ -143,7 +143,7 @@ class Need:
         return held + self.in_flight + self.working + self.boundaries
 
     def __add__(self, other: Need) -> Need:
-        """The need of a process that has the stages of both needs; it runs one action at a time."""
+        """The need of a process with the stages of both needs; it runs one action at a time."""
         return Need(
             base=np.maximum(self.base, other.base),
             weights=self.weights + other.weights,
@@ -188,11 +188,11 @@ class Option:
         return known + np.where(_over(self._unknown, first, end) > 0, np.inf, 0.0)
 
     def scratch(self, first: Index, end: Index) -> Numbers:
-        """The peak of one layer's action, without the bytes that it saves."""
+        """The peak of one layer's action, without its saved bytes."""
         return self._most(first, end, lambda cost: cost.peak_bytes - cost.saved_bytes)
 
     def peak(self, first: Index, end: Index) -> Numbers:
-        """The peak of one layer's action, including the bytes that it saves."""
+        """The peak of one layer's action, including its saved bytes."""
         return self._most(first, end, lambda cost: cost.peak_bytes)
 
     def _most(self, first: Index, end: Index, bytes_of: Callable[[Cost], float]) -> Numbers:
@@ -221,14 +221,14 @@ class Holder:
 
     Args:
         device: Its profile.
-        model: What is trained.
+        model: The model.
         size: Samples in a micro-batch.
-        ends: The ends of the model that it has: `EMBEDDING`, or on the coordinator also `START` in
-            its place, or `HEAD`. They say which layers a stage here can have: the first ones, the
+        ends: The ends of the model here: `EMBEDDING`, or on the coordinator also `START` in its
+            place, or `HEAD`. They decide the possible layers of a stage here: the first ones, the
             last ones, or, without ends, any.
         loss_waits: Whether a loss waits for its backward while the next batch begins.
-        least_kept: At least so many micro-batches wait for their backwards, however few are on
-            their way.
+        least_kept: At least this many micro-batches wait for their backwards, however few are in
+            flight.
     """
 
     def __init__(
@@ -267,7 +267,7 @@ class Holder:
 
     @property
     def usable_bytes(self) -> float:
-        """The device's memory without the share kept free."""
+        """The device's memory without the free share."""
         return self.device.memory_bytes * (1 - KEPT_FREE)
 
     @property
@@ -283,7 +283,7 @@ class Holder:
     @property
     def fixed_seconds(self) -> float:
         """The seconds of one micro-batch besides the layers: ends, and a worker's software. The
-        coordinator's software counts once, for all its seats."""
+        coordinator's software is not here: it counts once for all its seats."""
         return self.software_seconds + sum(each.seconds for each in self.ends.values())
 
     @property
@@ -306,7 +306,7 @@ class Holder:
         return _sums(seconds.get(kind, 0.0) for kind in self._model.layers)
 
     def need(self, option: Option, first: Index, end: Index, in_flight: Numbers) -> Need:
-        """The memory that a stage needs with this many micro-batches in flight."""
+        """The memory need of a stage with this many micro-batches in flight."""
         kept, working = self._kept(option, first, end), self._working(option, first, end)
         if self._least_kept > 1:
             in_flight = np.maximum(in_flight, self._least_kept)
@@ -322,11 +322,11 @@ class Holder:
         )
 
     def short_bytes(self, option: Option, first: Index, end: Index, in_flight: int) -> Numbers:
-        """The bytes that the device lacks for a stage; 0 or less if the stage fits."""
+        """The bytes by which a stage exceeds the device's memory; 0 or less if it fits."""
         return self.need(option, first, end, in_flight).total - self.usable_bytes
 
     def matrix(self, in_flight: int) -> Matrix:
-        """The seconds of every possible stage here; infinite for a stage that does not fit."""
+        """The seconds of every possible stage here; infinite if the stage does not fit."""
         return self._fastest(in_flight)[0]
 
     def matrix_of(self, option: Option, in_flight: int) -> Matrix:
@@ -342,7 +342,7 @@ class Holder:
         return matrix
 
     def option_for(self, first: int, end: int, in_flight: int) -> Option:
-        """The fastest option that fits."""
+        """The fastest option with enough memory."""
         return self.options[int(self._fastest(in_flight)[1][first, end])]
 
     @cached_property
@@ -359,14 +359,15 @@ class Holder:
         return float(np.min([o.seconds(layers, layers + 1) for o in self.options]))
 
     def _fastest(self, in_flight: int) -> tuple[Matrix, npt.NDArray[np.int8]]:
-        """For every possible stage the seconds of the fastest option that fits, and its index."""
+        """For every possible stage the seconds and the index of the fastest option with enough
+        memory."""
         if in_flight not in self._matrices:
             ways = [self.matrix_of(option, in_flight) for option in self.options]
             self._matrices[in_flight] = fastest_of(ways)
         return self._matrices[in_flight]
 
     def _kept(self, option: Option, first: Index, end: Index) -> Numbers:
-        """The bytes that each micro-batch in flight keeps."""
+        """The bytes kept for each micro-batch in flight."""
         activation = self._model.activation_bytes_per_sample * self._size
         kept: Numbers = 0.0 if HEAD in self.ends else self._graph(option, first, end)
         if EMBEDDING in self.ends or not self.is_coordinator:
@@ -382,13 +383,13 @@ class Holder:
         return option.recompute and not self.is_coordinator
 
     def _graph(self, option: Option, first: Index, end: Index) -> Numbers:
-        """The bytes that the layers keep of a micro-batch for its backward."""
+        """The bytes that the layers keep for the backward of a micro-batch."""
         if not option.recompute:
             return _over(option.saved, first, end)
         activation = self._model.activation_bytes_per_sample * self._size
         inputs = np.subtract(end, first)
         if self._recomputes_stage(option):
-            # Token ids, the input of the embedding, take next to nothing.
+            # Token ids, the input of the embedding, are tiny.
             inputs = np.minimum(inputs, 0 if EMBEDDING in self.ends else 1)
         return activation * np.asarray(inputs, np.float64)
 
@@ -410,7 +411,7 @@ class Holder:
         return np.maximum(working, self.before_layers.peak_bytes)
 
     def _waiting(self, option: Option, first: Index, end: Index) -> Numbers:
-        """The bytes of the graph of a loss that waits while other actions run here."""
+        """The bytes of the graph of a loss during other actions here; 0 if it does not wait."""
         head = self.ends.get(HEAD)
         if head is None or not self._loss_waits:
             return 0.0
@@ -419,8 +420,8 @@ class Holder:
 
     @property
     def _num_boundaries(self) -> int:
-        """Boundaries that carry activations one way and gradients the other way. Token ids take
-        next to nothing."""
+        """Boundaries with activations one way and gradients the other way; token ids are too small
+        to count."""
         if START in self.ends:
             return 0
         return 1 if self.ends else 2
@@ -433,10 +434,10 @@ class Holder:
 
 
 class BothEnds:
-    """The coordinator: its seat in front of the workers' layers and its seat behind them.
+    """The coordinator: its seat in front of the workers' layers and its seat after them.
 
     The entry [first, end] of a matrix is for the layers from ``first`` to ``end`` on workers: the
-    coordinator has those before and those behind. Each seat may be without layers.
+    coordinator has the layers before and after them. Each seat may be without layers.
 
     Args:
         front: The coordinator with the embedding, or with the start alone.
@@ -452,7 +453,7 @@ class BothEnds:
 
     @cached_property
     def options(self) -> list[tuple[Option, Option]]:
-        """The options of the seat in front, each with those of the seat behind."""
+        """All pairs of an option of the seat in front and one of the seat behind."""
         return list(product(self.front.options, self.behind.options))
 
     @property
@@ -467,7 +468,7 @@ class BothEnds:
 
     @property
     def end_seconds(self) -> float:
-        """Forward and backward of what is not a decoder layer; infinite if it does not fit."""
+        """Forward and backward of all ends of the model here; infinite if one does not fit."""
         ends = (*self.front.ends.values(), *self.behind.ends.values())
         return sum(each.seconds for each in ends)
 
@@ -501,7 +502,7 @@ class BothEnds:
         return matrix
 
     def options_for(self, first: int, end: int, in_flight: int) -> tuple[Option, Option]:
-        """The fastest options that fit."""
+        """The fastest options with enough memory."""
         return self.options[int(self._fastest(in_flight)[1][first, end])]
 
     @cached_property
@@ -528,7 +529,7 @@ class BothEnds:
 
 
 def fastest_of(ways: Sequence[Matrix]) -> tuple[Matrix, npt.NDArray[np.int8]]:
-    """The least seconds of every stage, and the number of the way that has them."""
+    """The least seconds of every stage, and the index of their way."""
     every = np.stack(ways)
     return np.min(every, axis=0), np.argmin(every, axis=0).astype(np.int8)
 
@@ -548,7 +549,7 @@ def crossing_bytes(
     embedding_left: bool,
     narrowings: Sequence[Narrowing],
 ) -> list[tuple[float, float]]:
-    """The bytes that cross each boundary forward and backward, beginning behind the coordinator."""
+    """The bytes over each boundary forward and backward, beginning after the coordinator."""
     activation_bytes = model.activation_bytes_per_sample * num_samples
     gradient_bytes = model.gradient_bytes_per_sample * num_samples
     crossing = [
@@ -564,7 +565,7 @@ def crossing_bytes(
 
 
 def _share(model: ModelProfile, wire_dtype: WireDtype | None) -> float:
-    """The share of a boundary's bytes that remains after rounding."""
+    """The size of a boundary's data after rounding, as a share of its size before."""
     if wire_dtype is None:
         return 1.0
     return min(1.0, BYTES_PER_NUMBER[wire_dtype] / BYTES_PER_NUMBER[model.dtype])

@@ -1,11 +1,11 @@
-"""Drift: whether a run's stages have other speeds than its plan expects, and since when.
+"""Drift: lasting differences between the speeds of a run's stages and the plan's expectations.
 
 `misjudged` compares the first steps with the measurements on which the plan is based.
 
-A `Watcher` looks at the slowest stage, because that one limits the step. It takes medians over some
-steps, because one slow step means nothing. A drift has to last twice as long as the longest one
-that has ended by itself, because on some machines other programs come and go all the time. It
-ignores changes common to all stages, because longer sequences slow all of them alike.
+A `Watcher` looks at the slowest stage, because it limits the step. It takes medians over some
+steps, because a single slow step is noise. A drift has to last twice as long as the longest one to
+end by itself, because on some machines other programs come and go all the time. It ignores changes
+common to all stages, because longer sequences slow all of them alike.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ THRESHOLD = 0.2
 """Share by which the slowest stage must become slower or faster to count as drifted."""
 
 WARM_UP = 2
-"""Steps at the start that are ignored."""
+"""Ignored steps at the start."""
 
 WINDOW = 5
 """Steps over which the median is taken."""
@@ -28,21 +28,21 @@ SUSTAINED = 8
 """Steps for which a drift must last; with the window, the tenth slow step reports it."""
 
 MOST_SUSTAINED = 40
-"""The most steps for which a drift must last where earlier ones have ended by themselves."""
+"""The most steps for which a drift must last after others have ended by themselves."""
 
 SETTLED = 30
 """Steps by the end of which a run without measurements has its usual speed."""
 
 MISJUDGED = 1.5
-"""Factor by which a device must differ from its measurements for these to be doubted."""
+"""Factor by which a device must differ from its measurements to cast doubt on them."""
 
 
 @dataclass(frozen=True)
 class StageSeconds:
-    """The seconds for which a stage computes on one micro-batch.
+    """The seconds of computing of a stage for one micro-batch.
 
-    A replica's seconds are those of a step divided by all micro-batches of the step, also those
-    that others run. So the slowest process is the one that limits the step.
+    A replica's seconds of a step are divided by all micro-batches of the step, also the ones of
+    other replicas. So the slowest process limits the step.
 
     Args:
         layers: Forward and backward of its layers.
@@ -75,12 +75,12 @@ class Drift:
     """A lasting change.
 
     Args:
-        stage: The stage that changed most.
+        stage: The stage with the largest change.
         seconds: Its present seconds for a micro-batch.
         expected_seconds: Its expected seconds.
         slowest: The slowest stage at present.
-        is_from_measurements: Whether the expected seconds are those that were measured before the
-            run, and not those of earlier steps.
+        is_from_measurements: Whether the expected seconds come from measurements before the run;
+            otherwise, from earlier steps.
     """
 
     stage: str
@@ -106,8 +106,8 @@ class Watcher:
     """Decides whether the slowest stage has drifted.
 
     Args:
-        expected: Planned seconds of each stage for a micro-batch; None takes those of the first
-            steady steps.
+        expected: Planned seconds of each stage for a micro-batch; None takes the seconds of the
+            first steady steps.
         threshold: Share by which the slowest stage must change.
 
     Attributes:
@@ -123,7 +123,7 @@ class Watcher:
         self._threshold = threshold
         self._recent: deque[Mapping[str, StageSeconds]] = deque(maxlen=WINDOW)
         self._num_off = 0
-        # The most steps for which a drift has lasted that was not there to stay.
+        # The length in steps of the longest drift that has ended by itself.
         self._longest_off = 0
         self._told_at = -MOST_SUSTAINED
         self.num_steps = 0
@@ -161,7 +161,7 @@ class Watcher:
 
     @property
     def is_steady(self) -> bool:
-        """Whether the medians are over as many steps as they should be."""
+        """Whether the medians are over a full window of steps."""
         return len(self._recent) == WINDOW
 
     def slowest(self) -> str | None:
@@ -177,7 +177,7 @@ class Watcher:
 
 
 def _drift(now: Mapping[str, float], expected: Mapping[str, float]) -> float:
-    """The share by which the slowest stage is slower than expected; negative if faster."""
+    """The share by which the slowest stage is slower than expected; negative if it is faster."""
     common = _common(now, expected)
     return max(now.values()) / common / max(expected[name] for name in now) - 1
 
@@ -197,12 +197,12 @@ def _describe(now: Mapping[str, float], expected: Mapping[str, float], is_measur
 
 @dataclass(frozen=True)
 class Misjudged:
-    """Devices that real steps contradict.
+    """Real steps that contradict the measurements of devices.
 
     Args:
         seconds: The real seconds of every device for a micro-batch.
-        expected_seconds: The seconds that the measurements promised.
-        names: The devices whose measurements are wrong.
+        expected_seconds: The measured seconds.
+        names: The devices with wrong measurements.
     """
 
     seconds: Mapping[str, float]
@@ -229,10 +229,10 @@ class Misjudged:
 
 
 def misjudged(now: Mapping[str, float], expected: Mapping[str, float]) -> Misjudged | None:
-    """Compare the seconds of the first steady steps with those of the measurements.
+    """Compare the seconds of the first steady steps with the measurements.
 
-    Only differences that change the slowest stage's time by a fifth count, and what has changed
-    alike everywhere does not: the batches may be longer than the measured one.
+    Only differences of more than a fifth of the slowest stage's time count. Changes common to all
+    devices do not: the batches may be longer than the measured one.
 
     Returns:
         None if the measurements hold.

@@ -1,4 +1,4 @@
-"""Experts apart: a worker with all attention of a mixture, and another one with all its experts.
+"""Experts apart: one worker with all attention of a mixture, and another with all its experts.
 
     coordinator ─▶ attention ─▶ experts ─▶ attention ─▶ experts ─▶ coordinator
                    of layer 0   of layer 0 of layer 1   of layer 1
@@ -21,18 +21,19 @@ MOST_WORKERS = 4
 """Workers among which all pairs are tried."""
 
 IN_FLIGHT = (6, 3, 1)
-"""Numbers of micro-batches in flight that are tried; three processes have six by default."""
+"""Numbers of micro-batches in flight to try; three processes have six by default."""
 
 
 def has_experts(costs: Costs) -> bool:
-    """Whether some layers are the experts' halves of others."""
+    """Whether some layers are experts' halves."""
     return any(_is_experts(costs))
 
 
 def best_apart(
     costs: Costs, workers: Sequence[str], micro_batches: Sequence[int]
 ) -> Candidate | None:
-    """The fastest plan with experts apart; None if none fits, or if layers are pinned."""
+    """The fastest plan with experts apart; None without such halves, with pins, or if all plans are
+    too large."""
     if not has_experts(costs) or costs.pins:
         return None
     best: Candidate | None = None
@@ -46,7 +47,7 @@ def best_apart(
 def _candidates(
     costs: Costs, workers: Sequence[str], micro_batches: Sequence[int]
 ) -> Iterator[Candidate]:
-    """Each pair of workers and number of micro-batches, with the most in flight that fit."""
+    """Each pair of workers and number of micro-batches, with the most in flight for the memory."""
     for pair, pieces in product(permutations(workers, 2), micro_batches):
         levels = sorted({min(count, pieces) for count in IN_FLIGHT}, reverse=True)
         placed = (_candidate(costs, pair, pieces, in_flight) for in_flight in levels)
@@ -54,7 +55,7 @@ def _candidates(
 
 
 def _is_experts(costs: Costs) -> list[bool]:
-    """For each layer, whether it is the experts' half of one."""
+    """For each layer, whether it is an experts' half."""
     model = costs.profile.model
     return [model.part(kind).is_experts for kind in model.layers]
 
@@ -62,8 +63,8 @@ def _is_experts(costs: Costs) -> list[bool]:
 def _candidate(
     costs: Costs, pair: tuple[str, str], pieces: int, in_flight: int
 ) -> Candidate | None:
-    """The candidate with attention on the first worker and experts on the second one, each with its
-    fastest option that fits; None if one of them does not fit."""
+    """The candidate with attention on the first worker and experts on the second, each with its
+    fastest possible option; None if one of the processes has too little memory."""
     size, num_layers = costs.size(pieces), costs.num_layers
     own = costs.both_ends(size, embedding_left=False)
     before, behind = own.options_for(0, num_layers, in_flight)
@@ -90,7 +91,7 @@ def _candidate(
 
 
 def _spans(costs: Costs, is_experts: int) -> list[tuple[int, int]]:
-    """The consecutive layers that are experts, or those that are not."""
+    """The ranges of consecutive layers of experts, or of all else."""
     found = []
     numbered = enumerate(_is_experts(costs))
     for kind, group in groupby(numbered, key=lambda pair: pair[1]):
@@ -101,7 +102,7 @@ def _spans(costs: Costs, is_experts: int) -> list[tuple[int, int]]:
 
 
 def verdict(apart: Candidate | None, chosen: Candidate) -> str:
-    """Why experts are apart or not, as a sentence: the link and the experts, by token and layer."""
+    """Why experts are apart or not, as a sentence with the times for a token and layer."""
     if apart is None:
         return "experts apart: no two workers hold the attention and the experts of all layers"
     model, (attention, experts) = apart.costs.profile.model, apart.workers

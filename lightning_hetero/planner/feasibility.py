@@ -1,6 +1,6 @@
-"""Whether plans fit the devices: faults of a given plan, and why no plan fits.
+"""Whether plans fit the devices: faults of a given plan, and why all plans are too large.
 
-Every text names the device, the bytes that are short, and the remedy.
+Every text names the device, the missing bytes, and the remedy.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from .replicas import shares_of
 
 
 def as_measured(plan: Plan, profile: Profile) -> Plan:
-    """The plan with the micro-batches of a measured batch, which may have fewer samples, or come in
-    pieces that are cut alike."""
+    """The plan with micro-batches for the measured batch: not more than its samples, and equally
+    many for each batch of its window."""
     count = in_window(plan.micro_batches, profile.window)
     return replace(plan, micro_batches=min(count, profile.batch_size or count))
 
 
 def in_window(micro_batches: int, window: int) -> int:
-    """How many micro-batches a window has under a plan with so many."""
+    """The plan's micro-batches, rounded down to equally many for each batch of a window."""
     return max(1, micro_batches // window) * window
 
 
@@ -43,8 +43,8 @@ def candidate_of(plan: Plan, profile: Profile) -> Candidate:
     """Make a candidate of a plan, to judge or to simulate it.
 
     Raises:
-        PlanError: If the plan does not fit the model or the workers, or the profile has no batch
-            size, or fewer samples than the plan micro-batches.
+        PlanError: If the plan does not fit the model or the workers, or the profile lacks a batch
+            size, or has fewer samples than the plan micro-batches.
     """
     if profile.batch_size is None:
         raise PlanError("The profile names no batch size, so micro-batches have none; add it.")
@@ -52,7 +52,7 @@ def candidate_of(plan: Plan, profile: Profile) -> Candidate:
 
 
 def candidate_with(plan: Plan, costs: Costs) -> Candidate:
-    """Make a candidate of a plan with costs that are there already.
+    """Make a candidate of a plan with given costs.
 
     Raises:
         PlanError: If the plan does not fit the model, the workers or the batch.
@@ -71,9 +71,9 @@ def candidate_with(plan: Plan, costs: Costs) -> Candidate:
 
 
 def with_parts(candidate: Candidate, stages: Sequence[StagePlan]) -> Candidate:
-    """The candidate whose stages on workers have the replicas, shares and optimizers of a plan.
+    """The candidate with the replicas, shares and optimizers of a plan's stages on workers.
 
-    Where the plan has no shares, they are those by measured speed.
+    Missing shares follow from the measured speeds.
     """
     first, last = candidate.seats[0], candidate.seats[-1]
     own_seconds = sum(
@@ -99,7 +99,7 @@ def _shares_by_speed(candidate: Candidate, team: Sequence[Seat], own_seconds: fl
 
 
 def with_shares(plan: Plan, profile: Profile) -> Plan:
-    """The plan with shares by measured speed where it names replicas without shares.
+    """The plan with shares by measured speed for replicas without shares.
 
     Raises:
         PlanError: As `candidate_of` does.
@@ -114,7 +114,7 @@ def with_shares(plan: Plan, profile: Profile) -> Plan:
 def _seats(
     costs: Costs, micro_batches: int, stage: StagePlan, ends: tuple[str, ...]
 ) -> Iterator[Seat]:
-    """A seat of each process that holds the stage."""
+    """A seat of each process of the stage."""
     for name in stage.workers:
         holder = costs.holder(name, costs.size(micro_batches), ends)
         option = holder.option(stage.dtype or costs.profile.model.dtype, stage.recompute)
@@ -122,8 +122,8 @@ def _seats(
 
 
 def _with_ends(plan: Plan, num_layers: int) -> list[tuple[StagePlan, tuple[str, ...]]]:
-    """The stages with the ends of the model that they have; the coordinator's seats without layers
-    are added."""
+    """The stages with their ends of the model, and with the coordinator's seats at both ends, also
+    without layers."""
     workers = plan.remote_stages
     local = [stage for stage in plan.stages if stage.is_local and stage.layer_indices]
     front = next((stage for stage in local if stage.layers[0] == 0), None)
@@ -143,7 +143,7 @@ def check_micro_batches(count: int, batch_size: int) -> None:
     """Refuse a number of micro-batches into which the batch cannot be cut.
 
     Raises:
-        PlanError: With the numbers that are possible.
+        PlanError: With the possible numbers.
     """
     if not 1 <= count <= batch_size:
         raise PlanError(
@@ -154,15 +154,15 @@ def check_micro_batches(count: int, batch_size: int) -> None:
 
 @dataclass(frozen=True)
 class Shortage:
-    """A device that its layers do not fit.
+    """A device with too little memory, or without measurements, for its layers.
 
     Args:
         name: The device.
         layers: The number of its layers.
-        short_bytes: Bytes that the device lacks; infinite if it was not measured for these layers.
+        short_bytes: The missing bytes; infinite if the device was not measured for these layers.
         fits_with_recompute: Whether recomputation alone would help.
-        excess_layers: Number of layers without which the others would fit.
-        measured: What the plan wants and what was measured instead, in words; empty if it was.
+        excess_layers: Number of layers to move so that the others fit; 0 if moving does not help.
+        measured: The wanted and the measured dtypes, in words; empty if only memory is short.
     """
 
     name: str
@@ -189,7 +189,7 @@ class Shortage:
 
 
 def shortages(candidate: Candidate) -> list[Shortage]:
-    """The processes of a candidate whose layers do not fit."""
+    """The shortages of a candidate's processes; empty if all layers fit."""
     found = (_shortage(candidate, name) for name in candidate.processes)
     return [shortage for shortage in found if shortage is not None]
 
@@ -218,7 +218,7 @@ def _shortage(candidate: Candidate, name: str) -> Shortage | None:
 
 
 def _what_was_measured(candidate: Candidate, seats: Sequence[Seat]) -> str:
-    """What the plan wants of a device, and the dtypes in which it was measured instead."""
+    """The dtypes that the plan wants of a device, and the measured ones."""
     wanted = sorted({seat.option.dtype for seat in seats})
     timings = candidate.costs.profile.device(seats[0].name).timings
     known = sorted({timing.dtype for timing in timings})
@@ -229,7 +229,7 @@ def _what_was_measured(candidate: Candidate, seats: Sequence[Seat]) -> str:
 
 
 def _without_layers(seats: Sequence[Seat], count: int) -> list[Seat]:
-    """The seats of a process without this many layers, of its last seats first."""
+    """The seats of a process with this many layers less, taken from its last seats first."""
     left: list[Seat] = []
     for seat in reversed(seats):
         (first, end), taken = seat.layers, min(count, seat.num_layers)
@@ -241,7 +241,8 @@ def _without_layers(seats: Sequence[Seat], count: int) -> list[Seat]:
 
 
 def explain_shortage(costs: Costs, micro_batches: Sequence[int]) -> PlanError:
-    """Explain why no plan fits, with the smallest micro-batches and one of them in flight."""
+    """Explain why all plans are too large, even with the smallest micro-batches and one in
+    flight."""
     size = costs.size(max(micro_batches))
     reasons = _ends_that_do_not_fit(costs, size) or _pins_that_do_not_fit(costs, size)
     return PlanError(" ".join(reasons or _too_many_layers(costs, size)))

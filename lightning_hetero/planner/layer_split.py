@@ -1,8 +1,8 @@
-"""The exact split: which consecutive layers each worker of an order takes, for many orders at once.
+"""The exact split of consecutive layers over the workers of an order, for many orders at once.
 
 A stage is a matrix of seconds: row `first`, column `end`, infinite where the stage cannot hold the
-layers. So memory limits, pins and layers of different kinds need no special case. The coordinator
-is two vectors: its seconds by the first layer of the workers, and by the end of their layers.
+layers. This covers memory limits, pins and layers of different kinds. The coordinator is two
+vectors: its seconds by the first layer of the workers, and by the end of their layers.
 """
 
 from __future__ import annotations
@@ -46,14 +46,14 @@ class Splits:
 
 
 def only(seconds: Matrix, layers: tuple[int, int]) -> Matrix:
-    """The matrix of a stage that can hold only these layers."""
+    """The matrix of a stage restricted to these layers."""
     kept = np.full_like(seconds, np.inf)
     kept[layers] = seconds[layers]
     return kept
 
 
 def nowhere_but(index: int, size: int) -> Numbers:
-    """The vector of a coordinator that takes no time at one place and cannot be elsewhere."""
+    """The vector of a coordinator with 0 seconds at one place; infinite everywhere else."""
     vector = np.full(size, np.inf)
     vector[index] = 0.0
     return vector
@@ -61,7 +61,7 @@ def nowhere_but(index: int, size: int) -> Numbers:
 
 def bottlenecks(stages: Sequence[Numbers], before: Numbers, behind: Numbers) -> Numbers:
     """For each order the least possible seconds of the slowest process; infinite if the layers do
-    not fit. The arguments are those of `best_splits`."""
+    not fit. The arguments are as for `best_splits`."""
     best = before[None]
     for seconds in stages:
         best = np.maximum(best[:, :, None], seconds).min(axis=1)
@@ -74,15 +74,15 @@ def best_splits(
     behind: Numbers,
     floor_seconds: float | Numbers = 0.0,
 ) -> Splits:
-    """For each order the split with the fastest slowest process and, among those, the least sum.
+    """For each order the split with the fastest slowest process; of several, with the least sum.
 
     Args:
-        stages: For each place in the order of the layers, the matrices of the workers that have it
-            in each order.
+        stages: For each place in the order of the layers, the matrices of its workers, one of each
+            order.
         before: The coordinator's seconds, or a part of them, by the first layer of the workers.
         behind: Its other seconds, by the end of their layers; one of the two parts is 0 where it is
             not infinite.
-        floor_seconds: A bottleneck elsewhere, such as a link; faster stages gain nothing below it.
+        floor_seconds: A bottleneck elsewhere, such as a link; stages need not be faster.
     """
     slowest = np.maximum(bottlenecks(stages, before, behind), floor_seconds) * _TOLERANCE
     limit = slowest[:, None, None]

@@ -1,14 +1,14 @@
-"""Who takes part in a run: the plan with one more worker, or with one less. Pure functions.
+"""Membership of a run: the plan with one more worker, or with one less. Pure functions.
 
-    joined     a new worker gets a stage between the others, if the step gets shorter by 5 %; where
-               the plan has replicas, it becomes a further replica of a stage
-    left       the others get the layers of a worker that leaves, whatever the step is then; other
+    joined     a new worker gets a stage between the others; with replicas in the plan, it becomes a
+               further replica of a stage. The caller decides whether the gain is enough
+    left       the others get the layers of a leaving worker, even if the step gets longer; other
                replicas of its stages run its micro-batches
     in_place   another worker gets all layers of one
-    gathered   the plan without lost workers whose layers other machines hold beside their own
+    gathered   the plan without lost workers, after other machines have taken their layers
 
-The other workers keep their order and the options of their stages, so that few layers move. The
-number of micro-batches stays, and with it the order of all sums where no stage has replicas.
+The other workers keep their order and the options of their stages, so few layers move. The number
+of micro-batches stays, and with it, without replicas, the order of all sums.
 """
 
 from __future__ import annotations
@@ -39,16 +39,16 @@ _IN_FLIGHT_EACH = 2
 
 
 def joined(plan: Plan, profile: Profile, name: str, keeps_own: bool = False) -> PlanChange | None:
-    """The fastest plan in which a further worker has a stage too, or is a replica.
+    """The fastest plan with a stage, or as a replica, for one more worker.
 
     Args:
-        plan: The present plan, in which the worker has none.
+        plan: The present plan, without the worker.
         profile: Measurements of all workers of the plan, and of the new one.
         name: The new worker.
         keeps_own: Whether the coordinator keeps its layers.
 
     Returns:
-        None if the worker fits nowhere.
+        None if no place suits the worker.
 
     Raises:
         PlanError: If the profile is not for the plan.
@@ -56,7 +56,7 @@ def joined(plan: Plan, profile: Profile, name: str, keeps_own: bool = False) -> 
     before = candidate_of(plan, profile)
     before_seconds = before.step_seconds
     if plan.has_replicas:
-        # Each replica has a micro-batch of the window at least.
+        # Each replica has at least one micro-batch of the window.
         wider = _with_replica(plan, name, before.micro_batches)
         return _change(before_seconds, _with_best_shares(wider, profile))
     for recompute in (False, True):
@@ -68,17 +68,17 @@ def joined(plan: Plan, profile: Profile, name: str, keeps_own: bool = False) -> 
 
 
 def left(plan: Plan, profile: Profile, name: str, keeps_own: bool = False) -> PlanChange | None:
-    """The fastest plan in which a worker has no stage any more.
+    """The fastest plan without a worker.
 
     Args:
         plan: The present plan.
         profile: Measurements of its workers.
-        name: The worker that leaves.
+        name: The leaving worker.
         keeps_own: Whether the coordinator keeps its layers.
 
     Returns:
-        None if the others have not the memory, if there is no other worker, or if the plan has
-        replicas and the worker has a stage alone.
+        None if the others lack the memory, if it is the only worker, or if the plan has replicas
+        and the worker has a stage alone.
 
     Raises:
         PlanError: If the profile is not for the plan.
@@ -97,12 +97,12 @@ def left(plan: Plan, profile: Profile, name: str, keeps_own: bool = False) -> Pl
 
 
 def _change(before_seconds: float, found: tuple[Plan, float] | None) -> PlanChange | None:
-    """The change to a plan with its step's seconds; None if there is no plan."""
+    """The change to a plan with its step's seconds; None stays None."""
     return None if found is None else PlanChange(found[0], before_seconds, found[1])
 
 
 def in_place(plan: Plan, name: str, other: str) -> Plan:
-    """The plan in which another worker has all stages of one, with its shares."""
+    """The plan with all stages of a worker on another one, with its shares."""
     stages = []
     for stage in plan.stages:
         shares: dict[str, int] = {}
@@ -114,7 +114,7 @@ def in_place(plan: Plan, name: str, other: str) -> Plan:
 
 
 def fits(plan: Plan, profile: Profile) -> bool:
-    """Whether all processes of a plan have the memory for their layers, as far as is measured."""
+    """Whether by the profile all processes of a plan have the memory for their layers."""
     try:
         return not shortages(candidate_of(plan, profile))
     except PlanError:
@@ -124,16 +124,16 @@ def fits(plan: Plan, profile: Profile) -> bool:
 def gathered(
     plan: Plan, profile: Profile, hosts: Mapping[str, str], keeps_own: bool = False
 ) -> PlanChange | None:
-    """The fastest plan over the machines that are left.
+    """The fastest plan over the remaining machines.
 
     Args:
         plan: The present plan.
         profile: Measurements of its workers, also of the lost ones.
-        hosts: For each lost worker, the worker on whose machine its layers are at present.
+        hosts: For each lost worker, the worker on the machine that has its layers at present.
         keeps_own: Whether the coordinator keeps its layers.
 
     Returns:
-        None if the machines that are left hold the layers in no other way.
+        None if the remaining workers cannot take over the layers of all lost ones.
 
     Raises:
         PlanError: If the profile is not for the plan.
@@ -154,26 +154,26 @@ def gathered(
 def left_by_bytes(
     plan: Plan, name: str, layer_bytes: Sequence[int], room_bytes: Mapping[str, float]
 ) -> Plan | None:
-    """The plan without a worker where nothing is measured: the neighbors of each of its stages get
-    its layers, in parts as even as their memory allows; or other replicas run its micro-batches.
+    """The plan without a worker, without measurements: the neighbors of each of its stages get its
+    layers, in parts as even as their memory allows; or other replicas run its micro-batches.
 
     Args:
         plan: The present plan.
-        name: The worker that leaves.
-        layer_bytes: What each layer takes.
-        room_bytes: What each worker may take; the coordinator, which is missing there, gets layers
-            only where it has some already.
+        name: The leaving worker.
+        layer_bytes: The bytes of each layer.
+        room_bytes: The bytes for layers on each worker. The coordinator needs no entry; it gets
+            layers only at an end of the model where it has some already.
 
     Returns:
-        None if they have not the memory, if there is no other worker, or if the plan has replicas
-        and the worker has a stage alone.
+        None if they lack the memory, if it is the only worker, or if the plan has replicas and the
+        worker has a stage alone.
     """
     if not {*plan.workers} - {name}:
         return None
     if plan.has_replicas:
         without = _without_replica(plan, name)
         shared = [s for s in plan.stages if s.optimizer == "split" and name in s.workers]
-        # Only those that each step a part of the parameters have more to keep then.
+        # Only replicas that step a part of the parameters have more to keep then.
         grown = {worker for stage in shared for worker in stage.workers}
         return without if without and _has_room(without, layer_bytes, room_bytes, grown) else None
     num_own = sum(stage.is_local for stage in plan.stages)
@@ -204,7 +204,7 @@ def _most_layers(plan: Plan) -> tuple[int, ...]:
 def _fastest(
     starts: Sequence[Plan], profile: Profile, keeps_own: bool
 ) -> tuple[Plan, float] | None:
-    """The fastest plan with the seats of one of these, and its step's seconds."""
+    """The fastest plan with the seats of one of these plans, and its step's seconds."""
     found: list[tuple[Plan, Candidate]] = []
     for start in starts:
         best = best_split(candidate_of(start, profile), keeps_own)
@@ -217,7 +217,7 @@ def _fastest(
 
 
 def _with_best_shares(starts: Iterable[Plan], profile: Profile) -> tuple[Plan, float] | None:
-    """The fastest of some plans, each with the shares that suit it, and its step's seconds."""
+    """The fastest of some plans, each with its best shares, and its step's seconds."""
     found = []
     for start in starts:
         anew = replace(start, stages=[replace(stage, shares=None) for stage in start.stages])
@@ -230,7 +230,7 @@ def _with_best_shares(starts: Iterable[Plan], profile: Profile) -> tuple[Plan, f
 
 
 def _with_replica(plan: Plan, name: str, most: int) -> Iterator[Plan]:
-    """The plan with a further replica of each stage on workers, which then has at most so many."""
+    """The plans with one more replica of a stage on workers, up to ``most`` replicas."""
     for number, stage in enumerate(plan.stages):
         if not stage.is_local and len(stage.workers) < most:
             stages = [*plan.stages]
@@ -239,8 +239,8 @@ def _with_replica(plan: Plan, name: str, most: int) -> Iterator[Plan]:
 
 
 def _without_replica(plan: Plan, name: str) -> Plan | None:
-    """The plan in which the other replicas of a worker's stages run its micro-batches too, as many
-    more as they have; None if the worker has a stage alone."""
+    """The plan with a worker's micro-batches on the other replicas of its stages, in proportion to
+    their shares; None if the worker has a stage alone."""
     stages: list[StagePlan] = []
     for stage in plan.stages:
         shares = dict(zip(stage.workers, stage.present_shares, strict=True))
@@ -259,12 +259,12 @@ def _held_by(stage: StagePlan, shares: Mapping[str, int]) -> StagePlan:
     """The stage on processes with these shares."""
     if len(shares) > 1:
         return replace(stage, workers=[*shares], shares=[*shares.values()])
-    # A share and who steps the parameters are no question then.
+    # A single process needs neither shares nor a division of the optimizer.
     return replace(stage, workers=[*shares], shares=None, optimizer=None)
 
 
 def _inserted(plan: Plan, new: StagePlan) -> Iterator[Plan]:
-    """The plan with a further stage of one layer, at each place where a neighbor can give one."""
+    """The plans with one more stage of one layer, at each place with a neighbor to give it."""
     stages = with_both_ends(plan)
     for place in range(1, len(stages)):
         before, behind = stages[place - 1], stages[place]
@@ -289,7 +289,8 @@ def _least_of(stage: StagePlan) -> int:
 
 
 def _without(plan: Plan, name: str, keeps_own: bool) -> Iterator[Plan]:
-    """The plan without a worker's stages, whose neighbors share the layers in each possible way."""
+    """The plans without a worker's stages, with its layers shared by the neighbors in each possible
+    way."""
     stages = with_both_ends(plan)
     place = next((p for p, s in enumerate(stages) if s.workers == [name]), None)
     if place is None:
@@ -312,8 +313,8 @@ def _without(plan: Plan, name: str, keeps_own: bool) -> Iterator[Plan]:
 
 
 def _with_stages(plan: Plan, stages: Sequence[StagePlan], num_more: int) -> Plan:
-    """The plan with these stages, and so many processes more; the coordinator's are left out where
-    they have no layers."""
+    """The plan with these stages, less the coordinator's empty ones, and with room in flight for
+    this many more processes."""
     in_flight = plan.in_flight
     if in_flight is not None:
         in_flight += num_more * _IN_FLIGHT_EACH
@@ -324,8 +325,8 @@ def _with_stages(plan: Plan, stages: Sequence[StagePlan], num_more: int) -> Plan
 def at_present(plan: Plan, profile: Profile, seconds: Mapping[str, StageSeconds]) -> Profile:
     """The profile with the present speeds of the plan's processes.
 
-    Devices that the plan does not use have changed as its workers have, in the median: batches may
-    be longer than the measured one.
+    Devices outside the plan get the median change of its workers: batches may be longer than the
+    measured one.
     """
     expected = expected_seconds(plan, profile)
     if expected is None or not seconds:

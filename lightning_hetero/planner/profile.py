@@ -1,7 +1,7 @@
 """The profile: measurements of a model, of devices and of the links between them.
 
-Plain data in a file that a person can read. Times are seconds, sizes are bytes, and everything is
-for one layer, so that the planner can place any number of layers on any device.
+Plain data in a readable file. Times are seconds, sizes are bytes, and everything is for one layer,
+so the planner can place any number of layers on any device.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ VERSION = 1
 EMBEDDING = "embedding"
 HEAD = "head"
 ENDS = (EMBEDDING, HEAD)
-"""The parts before and behind the layers; the head includes the loss. Both are measured only on the
-coordinator, which has them unless the embedding is on a worker."""
+"""The parts before and after the layers; the head includes the loss. Both are measured only on the
+coordinator; it has them unless the embedding is on a worker."""
 
 # Bytes, and seconds until they have arrived and a short answer has returned.
 RoundTrip = tuple[int, float]
@@ -47,11 +47,11 @@ class Part(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_default
     Args:
         name: The kind of layer, `EMBEDDING` or `HEAD`.
         parameter_bytes: All parameters and buffers as they are stored, also packed to 4 bits.
-        trainable_parameters: Number of parameters that train.
+        trainable_parameters: Number of trainable parameters.
         gradient_bytes: Their gradients.
         optimizer_bytes: Their optimizer state.
-        parameter_bytes_in: ``parameter_bytes`` for stages whose own dtype changes their size.
-        is_experts: Whether it is the half of a layer that has the experts of a mixture, and no
+        parameter_bytes_in: ``parameter_bytes`` by the own dtype of a stage, if it changes the size.
+        is_experts: Whether it is the half of a layer with the experts of a mixture, without the
             attention.
     """
 
@@ -69,17 +69,17 @@ class ModelProfile(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit
     """The planner's knowledge of a model.
 
     Args:
-        fingerprint: A digest of the layers' shapes and classes, which identifies the model.
+        fingerprint: A digest of the layers' shapes and classes, to identify the model.
         layers: The kind of each decoder layer, in order. Layers of equal cost have one kind; dense
             and mixture layers, or sliding and full attention, are different kinds.
         parts: One for each kind of layer, one for `EMBEDDING` and one for `HEAD`. A tied weight
             counts once, with the embedding.
         tokens_per_sample: The length of a sequence.
-        activation_bytes_per_sample: Bytes that cross a boundary forward.
-        gradient_bytes_per_sample: Bytes that cross a boundary backward.
+        activation_bytes_per_sample: Bytes over a boundary forward.
+        gradient_bytes_per_sample: Bytes over a boundary backward.
         dtype: The dtype of the user's precision, and of a stage without a dtype of its own.
-        tied_gradient_bytes: Gradients of an embedding that is also the head. The coordinator holds
-            them once per micro-batch in flight.
+        tied_gradient_bytes: Gradients of an embedding tied to the head. The coordinator holds them
+            once per micro-batch in flight.
         embedding_may_leave: Whether a worker with the first layer may have the input embedding. It
             may if the embedding is all of the `EMBEDDING` part except buffers, and its output goes
             only to the first layer.
@@ -101,7 +101,7 @@ class ModelProfile(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit
 
     @property
     def token_id_bytes_per_sample(self) -> int:
-        """Bytes that cross a boundary before the embedding; an id is an int64."""
+        """Bytes over a boundary before the embedding; an id is an int64."""
         return 8 * self.tokens_per_sample
 
     @property
@@ -118,8 +118,8 @@ class Timing(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defau
         micro_batch_size: Samples in the micro-batch.
         forward_seconds: The forward.
         backward_seconds: The backward; with ``recompute`` it includes the second forward.
-        saved_bytes: Bytes that one layer keeps for its backward while a micro-batch is in flight,
-            its input included; with ``recompute`` only that input.
+        saved_bytes: Bytes of one layer for the backward of a micro-batch in flight, its input
+            included; with ``recompute`` only the input.
         peak_bytes: The peak of forward and backward above weights and gradients, ``saved_bytes``
             included.
         dtype: The dtype of the multiplications.
@@ -140,25 +140,25 @@ class Timing(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defau
 
 
 class DeviceProfile(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
-    """One process and the device on which it computes.
+    """One process and its device.
 
     Args:
         name: The worker's name as plans use it, or `COORDINATOR`.
         device: A description such as ``NVIDIA RTX A6000``.
-        memory_bytes: The memory that training may use, ``base_bytes`` included.
-        base_bytes: The memory that the framework takes before any layer is there.
+        memory_bytes: The memory for training, ``base_bytes`` included.
+        base_bytes: The memory of the framework before the first layer is loaded.
         timings: All measurements. A kind of layer without a timing cannot run here.
         optimizer_seconds: The optimizer step of one layer of a kind, or of an end, by its name.
-        software_seconds: The time of the process's own software for one micro-batch that goes from
-            process to process, besides computing: messages, arguments, turns. None was not
-            measured, and counts as 0.
+        software_seconds: The time of the process's own software for one micro-batch on its way
+            through processes, besides computing: messages, arguments, turns. None is unmeasured,
+            and counts as 0.
         largest_micro_batch: The largest micro-batch that fits, if a larger one ran out of memory.
-        versions: Libraries and drivers for which the times hold.
+        versions: Libraries and drivers at the time of the measurements.
         stale: Why the next start measures the device again; empty if it need not.
-        confirmed: Whether a second measurement agreed with the first one that real steps
-            contradicted. Then steps that contradict it again cause no third one.
-        price_per_hour: What it costs, in any currency; written by hand.
-        watts: What it draws while it computes; written by hand.
+        confirmed: Whether a second measurement agreed with the first after real steps had
+            contradicted it. Further contradictions do not cause a third one.
+        price_per_hour: Its price, in any currency; written by hand.
+        watts: Its power while it computes; written by hand.
     """
 
     name: Name
@@ -182,8 +182,8 @@ class Link(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_default
     Args:
         source: Name of the sending device.
         target: Name of the receiving device.
-        shared: The name of a medium, such as a network card. Links with the same name share it, and
-            only one of them carries data at a time.
+        shared: The name of a medium, such as a network card. Links with the same name share it: one
+            of them carries data at a time.
     """
 
     source: Name
@@ -194,7 +194,7 @@ class Link(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_default
 
 
 class LinkSpeed(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The assumed speed of links that were not measured; by default a wire of 1 Gbit/s."""
+    """The assumed speed of unmeasured links; by default a wire of 1 Gbit/s."""
 
     latency_seconds: Seconds = 0.0005
     bytes_per_second: BytesPerSecond = 1.1e8
@@ -212,8 +212,8 @@ class Profile(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defa
         batch_size: Samples in a training batch; the planner cuts it into micro-batches.
         accumulate_grad_batches: Batches for each optimizer step, as the Trainer has it. The planner
             counts them as one pipeline.
-        window: How many batches of the data loader make a training batch; micro-batches are these,
-            or parts of them.
+        window: How many batches of the data loader make a training batch; micro-batches are whole
+            batches or parts of them.
         settings: Other conditions of the measurements: quantisation, optimizer, libraries.
     """
 
@@ -238,13 +238,13 @@ class Profile(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defa
 
     @property
     def without_software(self) -> Profile:
-        """The profile of computing alone, as a run records actions."""
+        """The profile without software seconds, because the recorded actions of a run lack them."""
         devices = [msgspec.structs.replace(each, software_seconds=None) for each in self.devices]
         return msgspec.structs.replace(self, devices=devices)
 
     @property
     def of_one_batch(self) -> Profile:
-        """The profile for a batch by itself, as where a step was recorded."""
+        """The profile for a single batch, such as a recorded step."""
         return msgspec.structs.replace(self, accumulate_grad_batches=1)
 
     @classmethod
@@ -262,7 +262,7 @@ class Profile(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defa
 
     @classmethod
     def from_dict(cls, content: Any) -> Profile:
-        """Build a profile from what a YAML or JSON reader returns, and check it.
+        """Build a profile from the output of a YAML or JSON reader, and check it.
 
         Sizes are numbers of bytes or texts such as ``16 GiB``.
 
@@ -282,7 +282,7 @@ class Profile(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defa
         return profile
 
     def to_yaml(self, path: str | Path) -> None:
-        """Write the profile as a file that a person can read, with one measurement per line."""
+        """Write the profile as a readable file, with one measurement per line."""
         Path(path).write_text(self.as_yaml(), encoding="utf-8")
 
     def as_yaml(self) -> str:
@@ -292,7 +292,7 @@ class Profile(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defa
         return str(text)
 
     def check(self) -> None:
-        """Refuse a profile that contradicts itself.
+        """Refuse a contradictory profile.
 
         Raises:
             ProfileError: With the names and the remedy.
@@ -361,7 +361,7 @@ class Profile(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defa
 
 
 def _with_sizes_in_bytes(content: Any, key: str = "") -> Any:
-    """The content with texts such as ``16 GiB`` as numbers, in all fields that count bytes."""
+    """The content with texts such as ``16 GiB`` as numbers, in all fields for bytes."""
     if isinstance(content, Mapping):
         # The keys of this mapping are dtypes.
         inherited = key if key == "parameter_bytes_in" else ""
@@ -383,10 +383,10 @@ def _with_sizes_in_bytes(content: Any, key: str = "") -> Any:
 
 
 def _refuse_unsaid_bytes(content: Any) -> None:
-    """Refuse a profile that leaves out bytes. Taken for 0, they would make plans that do not fit.
+    """Refuse a profile without bytes. Taken for 0, they would make plans that do not fit.
 
     Raises:
-        ProfileError: With the part or the device and what to write.
+        ProfileError: With the part or the device and the line to write.
     """
     for part in content["model"]["parts"]:
         for key in ("gradient_bytes", "optimizer_bytes"):
@@ -415,8 +415,8 @@ def _refuse_twice(keys: Iterable[Any], what: str) -> None:
 
 
 def in_series(first: Link, second: Link) -> Link:
-    """The link over two links: each transfer goes over the first one as a whole, then over the
-    second one."""
+    """The link over two links: each transfer goes over the first as a whole, then over the
+    second."""
     seconds_per_byte = 1 / first.bytes_per_second + 1 / second.bytes_per_second
     latency_seconds = first.latency_seconds + second.latency_seconds
     return Link(first.source, second.target, latency_seconds, 1 / seconds_per_byte)
@@ -439,11 +439,11 @@ def fit_link(source: str, target: str, round_trips: Sequence[RoundTrip]) -> Link
 
 
 class Measured(NamedTuple):
-    """A profile, and the file that keeps it; None if no file is to be changed.
+    """A profile and its file.
 
     Args:
         profile: The profile.
-        path: The file.
+        path: The file; None if the profile is not to be written.
     """
 
     profile: Profile

@@ -1,8 +1,8 @@
-"""What would gain more than any plan: batches that come at once, and the script on another device.
+"""Remedies that gain more than any plan: several batches at once, and the script on another device.
 
-With `accumulate_grad_batches` a batch begins when the losses of the batch before it are there, so
-forwards of several batches do not overlap. `windows(loader, n)` gives several batches as one.
-So does a larger batch: then all their micro-batches may be on their way at once.
+With `accumulate_grad_batches` a batch begins after the losses of the batch before it, so forwards
+of several batches do not overlap. `windows(loader, n)` gives several batches as one, and so does a
+larger batch: then all their micro-batches may be in flight at once.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from .profile import ENDS, DeviceProfile, Profile, Timing
 from .search import LEAST_GAIN, Search
 
 BATCHES_TRIED = 8
-"""Batches at once that are tried where those of the Trainer's window gain nothing."""
+"""The number of batches at once to try if the plan is not faster than one device."""
 
 
 @dataclasses.dataclass(frozen=True)
 class AtOnce:
-    """A plan for several batches that come at once, which is faster.
+    """A faster plan, for several batches at once.
 
     Args:
         candidate: The plan.
@@ -61,12 +61,12 @@ class AtOnce:
 
 
 def at_once(candidate: Candidate, search: Search, gains: bool) -> AtOnce | None:
-    """A faster plan for several batches at once; None if there is none.
+    """A faster plan for several batches at once, if there is one.
 
     Args:
         candidate: The plan for the batches as they come.
-        search: What has found it.
-        gains: Whether that plan is faster than one device. If it is, only the batches of the
+        search: The search for the candidate.
+        gains: Whether the candidate is faster than one device. If it is, only the batches of the
             Trainer's window are tried.
     """
     present = candidate.costs.num_batches
@@ -84,8 +84,8 @@ def at_once(candidate: Candidate, search: Search, gains: bool) -> AtOnce | None:
 
 
 def _best_at_once(candidate: Candidate, search: Search, count: int) -> Candidate | None:
-    """The best plan for so many batches at once: any plan if the search has chosen the present one,
-    and otherwise the present one."""
+    """The best plan for this many batches at once. If the search did not choose the present plan,
+    this is the present plan, if it fits."""
     other = search.at_once(count)
     if search.knows_line:
         return other.best()
@@ -101,9 +101,8 @@ def _samples_per_second(candidate: Candidate) -> float:
 
 
 def fastest_with_script(search: Search) -> tuple[str, Candidate] | None:
-    """The worker that is fastest alone if the script runs there, and its step; None if no worker
-    holds everything. The embedding, the head and the loss are as much slower or faster there as
-    its layers."""
+    """The fastest worker as the only device, with the script on it, and its step; None if all
+    workers are too small. Embedding, head and loss get the worker's factor for layers."""
     found = [
         (name, alone) for name in search.one_of_each() for alone in _alone_with_script(search, name)
     ]
