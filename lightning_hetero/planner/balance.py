@@ -45,7 +45,7 @@ class Judged:
 
     Args:
         seconds: The seconds of the processes.
-        change: A better plan; None if `Balance` finds none.
+        change: A better plan; None to keep the present one.
     """
 
     seconds: Seconds

@@ -184,7 +184,7 @@ class Seat:
 
     Args:
         name: The process.
-        layers: Its layers here; the coordinator may have none.
+        layers: Its layers here; the coordinator's seat may be empty.
         option: How it runs them.
         ends: The ends of the model here, as for `Holder`.
         part: Its part in a stage with replicas; None if it has the stage alone.
@@ -223,7 +223,8 @@ class Candidate:
         seats: In the order of the layers. The first and the last one are the coordinator's.
         micro_batches: Pieces of all batches of the window, equally many of each.
         in_flight: The most micro-batches in flight.
-        narrowings: The rounding of a given plan at its boundaries; the planner rounds nothing.
+        narrowings: The rounding of a given plan at its boundaries; empty for the planner's own
+            candidates.
     """
 
     costs: Costs

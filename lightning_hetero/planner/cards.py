@@ -89,7 +89,7 @@ def _bare(name: str) -> str:
 
 
 def card_of(device: str) -> Card | None:
-    """The card in a device's description; None if it is not in the table."""
+    """The card named by a device's description; None if it is not in the table."""
     return next((card for card in cards() if _bare(device) in card.names), None)
 
 

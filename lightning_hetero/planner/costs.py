@@ -89,9 +89,10 @@ def _between(measured: dict[int, Cost], size: int) -> Cost:
 def allowed_dtypes(device: DeviceProfile, model: ModelProfile, size: int) -> list[Dtype]:
     """The dtypes for a stage on this device.
 
-    They are the user's precision, and float32 if it is faster, because float32 keeps all digits. A
-    device without measurements in the user's precision gets its fastest dtype. The planner never
-    narrows a dtype to save time. The coordinator computes only in the user's precision.
+    They are the user's precision, and float32 if it is faster, because float32 does not lose
+    precision. A device without measurements in the user's precision gets its fastest dtype. The
+    planner never narrows a dtype to save time. The coordinator computes only in the user's
+    precision.
     """
     seconds = {
         dtype: layer_seconds(device, model, dtype, size)
@@ -473,7 +474,7 @@ class BothEnds:
         return sum(each.seconds for each in ends)
 
     def front_seconds(self, num_layers: int) -> float:
-        """The least seconds of the seat in front with so many layers."""
+        """The least seconds of the seat in front with this many layers."""
         return min(float(o.seconds(0, num_layers)) for o in self.front.options)
 
     def need(

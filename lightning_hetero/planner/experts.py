@@ -32,8 +32,8 @@ def has_experts(costs: Costs) -> bool:
 def best_apart(
     costs: Costs, workers: Sequence[str], micro_batches: Sequence[int]
 ) -> Candidate | None:
-    """The fastest plan with experts apart; None without such halves, with pins, or if all plans are
-    too large."""
+    """The fastest plan with experts apart; None without such halves, with pins, or without a plan
+    that fits."""
     if not has_experts(costs) or costs.pins:
         return None
     best: Candidate | None = None
@@ -47,7 +47,7 @@ def best_apart(
 def _candidates(
     costs: Costs, workers: Sequence[str], micro_batches: Sequence[int]
 ) -> Iterator[Candidate]:
-    """Each pair of workers and number of micro-batches, with the most in flight for the memory."""
+    """Each pair of workers and number of micro-batches, with the most in flight that fit."""
     for pair, pieces in product(permutations(workers, 2), micro_batches):
         levels = sorted({min(count, pieces) for count in IN_FLIGHT}, reverse=True)
         placed = (_candidate(costs, pair, pieces, in_flight) for in_flight in levels)

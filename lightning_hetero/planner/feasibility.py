@@ -1,4 +1,4 @@
-"""Whether plans fit the devices: faults of a given plan, and why all plans are too large.
+"""Whether plans fit the devices: faults of a given plan, and why no plan fits.
 
 Every text names the device, the missing bytes, and the remedy.
 """
@@ -26,7 +26,8 @@ def as_measured(plan: Plan, profile: Profile) -> Plan:
 
 
 def in_window(micro_batches: int, window: int) -> int:
-    """The plan's micro-batches, rounded down to equally many for each batch of a window."""
+    """The plan's micro-batches, rounded down to equally many, at least one, for each batch of a
+    window."""
     return max(1, micro_batches // window) * window
 
 
@@ -234,15 +235,14 @@ def _without_layers(seats: Sequence[Seat], count: int) -> list[Seat]:
     for seat in reversed(seats):
         (first, end), taken = seat.layers, min(count, seat.num_layers)
         count -= taken
-        # The layers behind the workers' end with the head.
+        # The coordinator's layers after the workers' end with the head.
         span = (first + taken, end) if HEAD in seat.ends else (first, end - taken)
         left.append(replace(seat, layers=span))
     return left[::-1]
 
 
 def explain_shortage(costs: Costs, micro_batches: Sequence[int]) -> PlanError:
-    """Explain why all plans are too large, even with the smallest micro-batches and one in
-    flight."""
+    """Explain why no plan fits, even with the smallest micro-batches and one in flight."""
     size = costs.size(max(micro_batches))
     reasons = _ends_that_do_not_fit(costs, size) or _pins_that_do_not_fit(costs, size)
     return PlanError(" ".join(reasons or _too_many_layers(costs, size)))

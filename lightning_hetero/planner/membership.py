@@ -48,7 +48,7 @@ def joined(plan: Plan, profile: Profile, name: str, keeps_own: bool = False) -> 
         keeps_own: Whether the coordinator keeps its layers.
 
     Returns:
-        None if no place suits the worker.
+        None if the worker fits nowhere.
 
     Raises:
         PlanError: If the profile is not for the plan.
@@ -97,12 +97,12 @@ def left(plan: Plan, profile: Profile, name: str, keeps_own: bool = False) -> Pl
 
 
 def _change(before_seconds: float, found: tuple[Plan, float] | None) -> PlanChange | None:
-    """The change to a plan with its step's seconds; None stays None."""
+    """The change to a plan with its step's seconds, if there is one."""
     return None if found is None else PlanChange(found[0], before_seconds, found[1])
 
 
 def in_place(plan: Plan, name: str, other: str) -> Plan:
-    """The plan with all stages of a worker on another one, with its shares."""
+    """The plan with all stages and shares of a worker on another."""
     stages = []
     for stage in plan.stages:
         shares: dict[str, int] = {}
@@ -161,8 +161,8 @@ def left_by_bytes(
         plan: The present plan.
         name: The leaving worker.
         layer_bytes: The bytes of each layer.
-        room_bytes: The bytes for layers on each worker. The coordinator needs no entry; it gets
-            layers only at an end of the model where it has some already.
+        room_bytes: The bytes for layers on each worker. The coordinator is left out; it gets layers
+            only if it has some already.
 
     Returns:
         None if they lack the memory, if it is the only worker, or if the plan has replicas and the

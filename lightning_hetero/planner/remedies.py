@@ -33,7 +33,7 @@ class AtOnce:
         candidate: The plan.
         num_batches: How many batches.
         present: The batches of the Trainer's window.
-        times_as_fast: Its tokens per second over those of the present plan.
+        times_as_fast: Its tokens per second, as a multiple of the present plan's.
     """
 
     candidate: Candidate
@@ -101,8 +101,8 @@ def _samples_per_second(candidate: Candidate) -> float:
 
 
 def fastest_with_script(search: Search) -> tuple[str, Candidate] | None:
-    """The fastest worker as the only device, with the script on it, and its step; None if all
-    workers are too small. Embedding, head and loss get the worker's factor for layers."""
+    """The fastest worker as the only device, with the script on it, and its candidate; None if
+    all workers are too small. Embedding, head and loss scale like the worker's layers."""
     found = [
         (name, alone) for name in search.one_of_each() for alone in _alone_with_script(search, name)
     ]

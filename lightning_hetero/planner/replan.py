@@ -1,7 +1,7 @@
-"""Replanning: which layers or shares suit the present speeds of a run's stages.
+"""Replanning: layers or shares for the present speeds of a run's stages.
 
-`replan` keeps the devices and their order. Where stages have replicas, it first tries other shares,
-which move no weight; otherwise it moves layers. When layers move, `balance` says.
+`replan` keeps the devices and their order. For stages with replicas it first tries other shares,
+because they do not move weights; otherwise it moves layers. `balance` decides when.
 """
 
 from __future__ import annotations
@@ -53,9 +53,9 @@ MOST_DESCENDED = 10
 
 # The fingerprint of times without measurements.
 _SEEN = "timed in the run"
-# Links of which nothing is known.
+# Unknown links.
 _INSTANT = LinkSpeed(latency_seconds=0.0, bytes_per_second=1e18)
-# The memory of a process of which nothing is known.
+# The memory of an unknown process.
 _ANY_BYTES = 2**60
 
 
@@ -75,7 +75,7 @@ class PlanChange:
 
     @property
     def gain(self) -> float:
-        """The share of the step that the plan saves; negative if the step gets longer."""
+        """The saved share of the step; negative if the step gets longer."""
         return 1 - self.after_seconds / self.before_seconds
 
     @property
@@ -84,7 +84,7 @@ class PlanChange:
         return self.gain >= LEAST_GAIN
 
     def pays(self, steps_left: float, moving_seconds: float) -> bool:
-        """Whether the steps that are left save more seconds than the move takes."""
+        """Whether the remaining steps save more seconds than the move takes."""
         return (self.before_seconds - self.after_seconds) * steps_left > moving_seconds
 
 
@@ -101,11 +101,11 @@ class Replanned(PlanChange):
 
 @dataclass(frozen=True)
 class MoveCosts:
-    """What a move takes, by what is known without measurements.
+    """The costs of a move, known without measurements.
 
     Args:
-        layer_bytes: About what each layer takes where it trains.
-        room_bytes: What each process may take.
+        layer_bytes: About how many bytes each layer takes in training.
+        room_bytes: The bytes for layers on each process.
         bytes_per_second: The rate at which layers come to a process.
     """
 
@@ -114,7 +114,7 @@ class MoveCosts:
     bytes_per_second: float
 
     def memory_bytes(self, name: str, held: int) -> int:
-        """The memory of a process that the planner may fill; what it holds fits in any case."""
+        """The memory of a process for the planner; its present layers fit in any case."""
         return math.ceil(max(self.room_bytes.get(name, _ANY_BYTES), held, 1) / (1 - KEPT_FREE))
 
     def moving_seconds(self, before: Plan, after: Plan) -> float:
@@ -131,7 +131,7 @@ class MoveCosts:
 
 
 def held_bytes(plan: Plan, layer_bytes: Sequence[int]) -> Counter[str]:
-    """The bytes that the layers of each process take."""
+    """The bytes of the layers of each process."""
     held: Counter[str] = Counter()
     for stage in plan.stages:
         for name in stage.workers:
@@ -141,12 +141,12 @@ def held_bytes(plan: Plan, layer_bytes: Sequence[int]) -> Counter[str]:
 
 @dataclass(frozen=True)
 class Known:
-    """What is known of a run besides the seconds of its processes.
+    """Knowledge of a run besides the seconds of its processes.
 
     Args:
-        profile: Measurements, or the times with which layers moved before; None if there are none.
-        num_batches: The batches of an accumulation window that are one pipeline.
-        costs: What layers take; None if they take nothing.
+        profile: Measurements, or the times with which layers moved before, if any.
+        num_batches: The batches of an accumulation window, played as one pipeline.
+        costs: The bytes of layers; None counts them as 0.
     """
 
     profile: Profile | None = None
@@ -155,11 +155,11 @@ class Known:
 
     @property
     def is_measured(self) -> bool:
-        """Whether the profile is of measurements before the run, of links too."""
+        """Whether the profile was measured before the run, with its links."""
         return self.profile is not None and self.profile.model.fingerprint != _SEEN
 
     def at_present(self, plan: Plan, seconds: Mapping[str, StageSeconds]) -> Present:
-        """The times of the plan's devices as they are at present."""
+        """The present times of the plan's devices."""
         expected = None if self.profile is None else expected_seconds(plan, self.profile)
         if self.profile is not None and expected is not None:
             profile = scaled(self.profile, expected, seconds)
@@ -168,8 +168,8 @@ class Known:
 
 
 def expected_seconds(plan: Plan, profile: Profile) -> dict[str, float] | None:
-    """The profile's seconds of each process for a micro-batch, as in `StageSeconds`; None if they
-    are not known."""
+    """The profile's seconds of each process for a micro-batch, as in `StageSeconds`; None if one is
+    unknown."""
     try:
         candidate = candidate_of(plan, profile.without_software)
     except PlanError:
@@ -181,12 +181,12 @@ def expected_seconds(plan: Plan, profile: Profile) -> dict[str, float] | None:
 def replan(plan: Plan, known: Known, seconds: Mapping[str, StageSeconds]) -> Replanned | None:
     """Find the best layers for the plan's stages.
 
-    Times are those of the profile, scaled to the present ones, or follow from the present ones
-    alone; see `Present`. The function respects the memory and simulates steps. Where a stage has
-    replicas, other shares come first: if they save enough, no layer moves.
+    Times come from the profile, scaled to the present seconds, or from the present seconds alone;
+    see `Present`. The function respects the memory and simulates steps. With replicas it tries
+    other shares first: if they save enough, all layers stay.
 
     Returns:
-        None if the layers fit in no way.
+        None if the layers do not fit.
     """
     present = known.at_present(plan, seconds)
     found = best_shares(plan, present.profile) if plan.has_replicas else None
@@ -202,10 +202,10 @@ def replan(plan: Plan, known: Known, seconds: Mapping[str, StageSeconds]) -> Rep
 def share_saved(
     other: Plan, plan: Plan, known: Known, seconds: Mapping[str, StageSeconds]
 ) -> float:
-    """The share of the step that another plan saves, and at most that of the slowest process.
+    """The share that another plan saves: of the step or of the slowest process, the lesser one.
 
-    A step may also get shorter because the pipeline fills sooner; that alone is too little to move
-    layers of stages that take equally long.
+    A step may also get shorter because the pipeline fills sooner; this alone is too little to move
+    layers of equally slow stages.
     """
     profile = known.at_present(plan, seconds).profile
     before, after = (candidate_of(each, profile) for each in (plan, other))
@@ -214,8 +214,8 @@ def share_saved(
 
 
 def best_shares(plan: Plan, profile: Profile) -> Replanned | None:
-    """Other shares by the speeds of the profile, changed by one or two micro-batches while the
-    simulated step gets shorter; None if they do not fit.
+    """The plan with shares by the speeds of the profile, changed by one or two micro-batches while
+    the simulated step gets shorter; None if old and new shares do not fit.
 
     Raises:
         PlanError: If the profile is not for the plan.
@@ -239,16 +239,16 @@ def best_shares(plan: Plan, profile: Profile) -> Replanned | None:
 def best_split(before: Candidate, keeps_own: bool, keeps_last: bool = False) -> Candidate | None:
     """The candidate with the shortest simulated step among splits of the same seats.
 
-    The first ones are exact: those with the fastest slowest stage for each number of the
+    The first splits are exact: they have the fastest slowest stage for each number of the
     coordinator's layers in front. Then layers move between seats while the step gets shorter.
 
     Args:
         before: The seats, with any layers.
         keeps_own: Whether the coordinator keeps its layers.
-        keeps_last: Whether it keeps those behind the workers', or has none there.
+        keeps_last: Whether the number of its layers after the workers' stays, also if it is 0.
 
     Returns:
-        None if the layers fit no split.
+        None without a split that fits.
     """
     tried = [*_splits(before, keeps_own, keeps_last)]
     if not shortages(before):
@@ -262,7 +262,7 @@ def best_split(before: Candidate, keeps_own: bool, keeps_last: bool = False) -> 
 
 
 def _splits(before: Candidate, keeps_own: bool, keeps_last: bool) -> Iterator[Candidate]:
-    """The exact splits; none if a worker has several seats."""
+    """The exact splits; empty if a worker has several seats or a stage has replicas."""
     if not before.has_lone_seats:
         return
     num_layers, in_flight = before.costs.num_layers, before.in_flight
@@ -285,7 +285,7 @@ def _splits(before: Candidate, keeps_own: bool, keeps_last: bool) -> Iterator[Ca
 
 
 def _with_moved_layers(before: Candidate, keeps_own: bool, keeps_last: bool) -> Iterator[Candidate]:
-    """Candidates in which one seat has some layers less and another one more."""
+    """Candidates with some layers less in one stage and more in another."""
     last = len(before.ranges_of_teams) - 1
     first = 1 if keeps_own else int(before.embedding_left)
     places = range(first, last + (not keeps_own and not keeps_last))
@@ -308,20 +308,20 @@ def _with_layers(before: Candidate, ranges: Sequence[tuple[int, int]]) -> Candid
     return dataclasses.replace(before, seats=seats)
 
 
-# A layer on a spare, so that it gets no share.
+# The seconds of a layer on a spare replica, so large that it gets no share.
 _SPARE_SECONDS = 1e6
-# Of a layer's seconds, the part of its forward; the backward takes twice as long as a forward.
+# The part of the forward in a layer's seconds; the backward takes twice as long as a forward.
 _FORWARD, _FORWARD_OF_RECOMPUTED = 1 / 3, 1 / 4
 
 
 @dataclass(frozen=True)
 class Present:
-    """The times of a plan's devices as they are at present.
+    """The present times of a plan's devices.
 
     Args:
         profile: The times.
         keeps_own: Whether the coordinator keeps its layers, because their time is not known.
-        keeps_last: Whether it keeps those behind the workers'.
+        keeps_last: Whether it keeps its layers after the workers'.
     """
 
     profile: Profile
@@ -332,9 +332,9 @@ class Present:
     def by_seconds(cls, plan: Plan, known: Known, seconds: Mapping[str, StageSeconds]) -> Present:
         """The times without measurements.
 
-        All layers of a process count as equal. Links take no time, so no stage is added. The time
-        of layers is not known for a coordinator that is not timed, that has none, or that has only
-        the last ones, which run in one action with the head.
+        All layers of a process count as equal. Links take 0 seconds, so new stages are not added.
+        The time of layers is unknown for a coordinator without timings, without layers, or with
+        only the last layers, because these run in one action with the head.
         """
         run = _layers_run(plan, plan.micro_batches * known.num_batches)
         each = {n: s.layers / run[n] for n, s in seconds.items() if run[n] and s.layers}
@@ -379,7 +379,7 @@ def _ways(plan: Plan, name: str) -> set[tuple[Dtype, bool]]:
 
 
 def _timing(part: str, seconds: float, dtype: Dtype = "float32", recompute: bool = False) -> Timing:
-    """A timing of so many seconds for forward and backward."""
+    """A timing of this many seconds for forward and backward."""
     forward = seconds * (_FORWARD_OF_RECOMPUTED if recompute else _FORWARD)
     return Timing(part, 1, forward, seconds - forward, dtype=dtype, recompute=recompute)
 
@@ -387,7 +387,8 @@ def _timing(part: str, seconds: float, dtype: Dtype = "float32", recompute: bool
 def _layers_run(plan: Plan, num_microbatches: int) -> Counter[str]:
     """The layers that each process runs of a micro-batch, on average over all micro-batches.
 
-    A coordinator's layers behind those of the workers run in one action with the head.
+    This leaves out the coordinator's layers after the workers', because they run in one action with
+    the head.
     """
     found: Counter[str] = Counter()
     for stage in with_both_ends(plan)[:-1]:
@@ -400,7 +401,7 @@ def _layers_run(plan: Plan, num_microbatches: int) -> Counter[str]:
 
 
 def with_both_ends(plan: Plan) -> list[StagePlan]:
-    """The stages with those of the coordinator at both ends, which may be without layers."""
+    """The stages with the coordinator's at both ends, also without layers."""
     num_layers = max((stage.layers[1] for stage in plan.stages), default=0)
     own = next((stage for stage in plan.stages if stage.is_local), StagePlan([COORDINATOR], (0, 0)))
     front, behind = (dataclasses.replace(own, layers=(n, n)) for n in (0, num_layers))
@@ -418,12 +419,12 @@ def scaled(
     seconds: Mapping[str, StageSeconds],
     factor_of_others: float = 1.0,
 ) -> Profile:
-    """The profile with the times of each device as they are at present.
+    """The profile with the present times of each device.
 
     Args:
         profile: The measurements.
-        expected: Their seconds of each process for a micro-batch.
-        seconds: The present ones.
+        expected: The measured seconds of each process for a micro-batch.
+        seconds: The present seconds.
         factor_of_others: The factor for devices without present seconds.
     """
     factors = {name: stage.total / expected[name] for name, stage in seconds.items()}

@@ -1,14 +1,15 @@
-"""Teams: devices that share a stage as replicas, and the seconds of every stage that they may have.
+"""Teams: devices that share a stage as replicas, and the seconds of all their possible stages.
 
-A team is one composite device. For each possible stage it has the counts of micro-batches that let
-its slowest replica end first, and the seconds of that one, divided by all micro-batches:
+A team is one composite device. For each possible stage it deals the micro-batches so that its
+slowest replica ends as early as possible. Its seconds are this replica's, divided by all
+micro-batches:
 
     seconds of a ·  9 of 16 micro-batches ┐
     seconds of b ·  4                     ├ the greatest of these / 16
     seconds of c ·  3                     ┘
 
-So the split over teams is that over devices, and a device is a team of one. A team may have the
-coordinator.
+So layers are split over teams as over devices, and a device is a team of one. The coordinator may
+be in a team.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ _NOTHING, _NOTHING_CHOSEN = np.zeros((0, 0)), np.zeros((0, 0), np.int8)
 
 
 class Way(NamedTuple):
-    """How the replicas of a team run their layers; one way for all of them."""
+    """How all replicas of a team run their layers."""
 
     dtype: Dtype
     recompute: bool
@@ -53,7 +54,7 @@ class TeamTable(NamedTuple):
 
     Args:
         seconds: The composite seconds of a micro-batch, [first, end]; infinite if it does not fit.
-        ways: The ways that were tried; empty for a single worker, and where none is possible.
+        ways: The possible ways; empty for a single process.
         exchange_seconds: Seconds of the exchange, [first, end]; empty without ways.
         chosen: The index of the fastest way, [first, end]; empty without ways.
     """
@@ -65,7 +66,7 @@ class TeamTable(NamedTuple):
 
 
 class Request(NamedTuple):
-    """What a table is for; equal requests have equal tables.
+    """The subject of a table; equal requests have equal tables.
 
     Args:
         names: The processes.
@@ -73,9 +74,9 @@ class Request(NamedTuple):
         in_flight: The most micro-batches in flight.
         embedding_left: Whether a worker has the embedding.
         has_embedding: Whether the replicas of this team have it.
-        is_last: Whether the coordinator's head is behind the team.
-        is_only: Whether there is no other team.
-        own: The layers that the coordinator does not have for itself, if it is a replica.
+        is_last: Whether the coordinator's head comes after the team.
+        is_only: Whether this is the only team.
+        own: If the coordinator is a replica, the layers of all teams; it has the others alone.
     """
 
     names: tuple[str, ...]
@@ -146,8 +147,8 @@ class Tables:
         return [self.costs.holder(name, size, ends) for name in request.names]
 
     def _stages(self, request: Request) -> tuple[Index, Index]:
-        """The first layer and the end of each stage, or, where only their number counts, of each
-        stage from layer 0 on."""
+        """The first layer and the end of each stage; if only the number of layers counts, of the
+        stages from layer 0 on."""
         num = self.costs.num_layers + 1
         if request.has_embedding or len(self.costs.profile.model.kinds) == 1:
             return np.zeros(num, np.int64), np.arange(num)
@@ -159,7 +160,7 @@ class Tables:
         return self.costs.both_ends(self.costs.size(request.micro_batches), request.embedding_left)
 
     def fixed_seconds(self, request: Request) -> list[float]:
-        """What each replica has to do besides its micro-batches of the stage, in a step."""
+        """The seconds of each replica in a step besides its micro-batches of the stage."""
         if not request.is_hosted:
             return [0.0] * len(request.names)
         own = float(self.own(request).matrix(request.in_flight)[request.own])
@@ -167,8 +168,8 @@ class Tables:
         return [seconds if name == COORDINATOR else 0.0 for name in request.names]
 
     def hop_seconds(self, request: Request) -> list[float]:
-        """For each replica of an only team the longer one of its hops to and from the coordinator,
-        there or back; 0 in other teams, whose replicas have many links to their neighbors."""
+        """For each replica of an only team, a micro-batch's seconds on the busiest medium between
+        it and the coordinator; 0 in other teams, because replicas there have many links."""
         if not request.is_only:
             return [0.0] * len(request.names)
         found, size = [], self.costs.size(request.micro_batches)
@@ -216,7 +217,7 @@ class Tables:
         return most
 
     def _need(self, request: Request, index: int, way: Way, need: Need, in_flight: Numbers) -> Need:
-        """The memory of a replica, for the coordinator with the ends of the model."""
+        """The memory need of a replica; the coordinator's includes the ends of the model."""
         name = request.names[index]
         part = optimizer_part(name, way.optimizer, len(request.names))
         if name != COORDINATOR:
@@ -227,13 +228,14 @@ class Tables:
         return ends + of_replica(need, part, in_flight * self.head_bytes(request))
 
     def head_bytes(self, request: Request) -> float:
-        """What head and loss take for a micro-batch, if they are behind this team."""
+        """The bytes of head and loss for a micro-batch if they come after this team; otherwise
+        0."""
         head = self.own(request).behind.ends[HEAD].cost
         return head.peak_bytes if head is not None and request.is_last else 0.0
 
     def exchange_seconds_per_layer(self, names: tuple[str, ...]) -> float:
-        """The seconds for which a team exchanges the gradients of its smallest layer, without
-        latency."""
+        """The seconds in which a team exchanges gradients and weights of the model's smallest
+        layer, without latency."""
         if names not in self._per_layer:
             model = self.costs.profile.model
             num_bytes = min(model.part(kind).gradient_bytes for kind in model.kinds)
@@ -255,8 +257,8 @@ class Tables:
 
 
 def _ways(holders: Sequence[Holder], request: Request) -> Iterator[Way]:
-    """The ways that are open to all replicas. Each steps a part of the parameters, which is never
-    slower and takes the least memory."""
+    """The ways that all replicas can run. Replicas on workers each step a part of the parameters:
+    this is never slower and takes the least memory."""
     common = [[(option.dtype, option.recompute) for option in h.options] for h in holders]
     for dtype, recompute in common[0]:
         if all((dtype, recompute) in other for other in common):

@@ -1,4 +1,4 @@
-"""Replicas of a stage: their shares by speed, what each keeps, and what their exchange takes.
+"""Replicas of a stage: their shares by speed, their memory, and their exchange.
 
 stage 1   a ██ ██ ██ ██ ██ ██        9 of 16 micro-batches
           b ████ ████ ████           4
@@ -31,22 +31,22 @@ _INSTANT = 1e-12
 def fair_counts(seconds: Numbers, count: int, fixed_seconds: Numbers | float = 0.0) -> Counts:
     """How many micro-batches each replica takes so that the slowest one ends as early as possible.
 
-    The counts are exact: with these the slowest replica ends at the least time t at which all
-    together have run ``count`` micro-batches, so the counts are floor((t - fixed) / seconds), less
-    what is too many. One with infinite seconds takes none.
+    The counts are exact: the slowest replica ends at the least time t at which all together have
+    run ``count`` micro-batches, so the counts are floor((t - fixed) / seconds), less the surplus. A
+    replica with infinite seconds takes 0.
 
     Args:
         seconds: One micro-batch on each replica, with the shape (replicas, ...).
         count: Micro-batches of the step.
-        fixed_seconds: What each replica has to do besides, of the same shape.
+        fixed_seconds: Other work of each replica in the step, of the same shape.
 
     Returns:
         Whole numbers of the shape of ``seconds``, whose sum over the replicas is ``count``.
     """
     each = np.maximum(seconds, _INSTANT)
     fixed = np.broadcast_to(fixed_seconds, each.shape)
-    # All end at once if micro-batches may be divided; a replica whose other work takes longer than
-    # that has none of them.
+    # If micro-batches may be divided, all replicas end at once; a replica with longer other work
+    # takes 0 of them.
     takes = np.ones(each.shape, bool)
     for _ in range(len(each)):
         speeds = np.where(takes, 1 / each, 0.0)
@@ -56,7 +56,7 @@ def fair_counts(seconds: Numbers, count: int, fixed_seconds: Numbers | float = 0
     with np.errstate(invalid="ignore"):
         found = np.floor(np.where(takes, (end - fixed) / each, 0.0) * (1 - 1e-12))
     found = np.nan_to_num(found, posinf=0.0)
-    # Each of those left, fewer than replicas, goes where it ends first.
+    # Each remaining micro-batch, fewer than replicas, goes where it ends first.
     for _ in range(len(each)):
         next_end = fixed + (found + 1) * each
         first = np.argmin(next_end, axis=0)[None]
@@ -72,12 +72,11 @@ class ReplicaPart:
 
     Args:
         share: How many micro-batches of a round it runs.
-        total: The micro-batches of a round that take turns with its own while others are in
-            flight.
+        total: The micro-batches of a round, its own included, that take turns in flight.
         num: The number of replicas.
-        optimizer: Who steps the parameters; None where the coordinator is a replica and steps them
-            all.
-        kept_bytes: Bytes that each of its micro-batches in flight keeps besides the layers' own.
+        optimizer: Who steps the parameters; None if the coordinator is a replica and steps all of
+            them.
+        kept_bytes: Bytes for each of its micro-batches in flight besides the layers' own.
     """
 
     share: int
@@ -88,21 +87,21 @@ class ReplicaPart:
 
 
 def optimizer_part(name: str, optimizer: ReplicaOptimizer | None, num: int) -> float:
-    """The part of a stage's parameters that one of its ``num`` replicas steps."""
+    """The part of a stage's parameters stepped by one of its ``num`` replicas."""
     if optimizer is None:
         return float(name == COORDINATOR)
     return 1.0 if optimizer == "each" else 1 / num
 
 
 def most_in_flight(share: Any, total: Any, started: int, limit: int) -> Any:
-    """The most micro-batches that a replica has in flight.
+    """The most micro-batches in flight on a replica.
 
     Of any micro-batches in a row, the turns give it its share, rounded up, and at most one more.
 
     Args:
         share: How many micro-batches of a round it runs; a number or an array.
         total: The micro-batches of a round.
-        started: The most micro-batches that may have started on the coordinator.
+        started: The bound of the plan for micro-batches started on the coordinator.
         limit: The bound of the plan for each process.
     """
     mine = np.ceil(started * share / np.maximum(total, 1)) + 1
@@ -111,12 +110,12 @@ def most_in_flight(share: Any, total: Any, started: int, limit: int) -> Any:
 
 def of_replica(need: Need, optimizer_part: float, kept_bytes: Amount = 0.0) -> Need:
     """The need of a replica: its part of the optimizer's state, and room for one more set of
-    gradients or weights in the exchange, which takes place while no action runs.
+    gradients or weights in the exchange, outside of all actions.
 
     Args:
-        need: What it needs with the whole stage for itself.
-        optimizer_part: The part of the parameters that it steps.
-        kept_bytes: What its micro-batches in flight keep besides the layers.
+        need: Its need with the whole stage alone.
+        optimizer_part: Its part of the parameters in the optimizer step.
+        kept_bytes: The bytes of its micro-batches in flight besides the layers.
     """
     return replace(
         need,
@@ -135,8 +134,8 @@ class Team:
 
     Args:
         names: The processes.
-        num_bytes: The gradients of the stage's parameters, which are as large as their weights.
-        is_split: Whether each of them owns a part also where the coordinator is one.
+        num_bytes: The gradients of the stage's parameters; the weights are as large.
+        is_split: Whether each replica owns a part even if the coordinator is one.
     """
 
     names: Sequence[str]
@@ -144,9 +143,10 @@ class Team:
     is_split: bool = False
 
     def transfers(self) -> Iterable[tuple[str, str, float]]:
-        """What each replica sends to another one so that owners have the sums of all gradients.
+        """The sender, the receiver and the bytes of each transfer to sum all gradients on their
+        owners.
 
-        Each replica owns as many bytes, or the coordinator owns everything.
+        Each replica owns equally many bytes, or the coordinator owns everything.
         """
         if COORDINATOR in self.names and not self.is_split:
             for name in self.names:
@@ -160,10 +160,10 @@ class Team:
 
 
 def exchange_seconds(teams: Sequence[Team], link_of: LinkOf) -> float:
-    """The seconds for which replicas exchange gradients, and then sums or new weights.
+    """The seconds in which replicas exchange gradients, and then sums or new weights.
 
-    Every process sends one thing at a time and receives one thing at a time, and so does a shared
-    medium.
+    Every process sends one transfer and receives one transfer at a time, and a shared medium
+    carries one.
     """
     there = [transfer for team in teams for transfer in team.transfers()]
     back = [(target, source, num_bytes) for source, target, num_bytes in there]
@@ -187,14 +187,14 @@ def _phase_seconds(transfers: Iterable[tuple[str, str, float]], link_of: LinkOf)
 
 
 def whole_counts(seconds: Numbers, count: int, fixed_seconds: Numbers) -> Counts:
-    """The `fair_counts` among those in which each replica has at least one micro-batch; there must
-    be as many."""
+    """The `fair_counts` with at least one micro-batch for each replica; there must be enough
+    micro-batches."""
     return 1 + fair_counts(seconds, count - len(seconds), fixed_seconds + seconds)
 
 
 def shares_of(seconds: Sequence[float], count: int, fixed_seconds: Sequence[float]) -> list[int]:
-    """Shares of ``count`` micro-batches by `whole_counts`; as equal as possible where the seconds
-    of a replica are not known, or micro-batches are too few."""
+    """Shares of ``count`` micro-batches by `whole_counts`; as equal as possible if the seconds of a
+    replica are unknown, or micro-batches are too few."""
     num = len(seconds)
     if count < num or not all(map(math.isfinite, seconds)):
         return [math.ceil((count - index) / num) for index in range(num)]

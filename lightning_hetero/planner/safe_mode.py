@@ -5,12 +5,12 @@ There `training_step` runs once, on the whole batch, and only the workers have p
     coordinator  before            behind, loss, backward             backward
     workers              forwards                          backwards
 
-So the coordinator's layers, the head and the loss run while no worker computes. For a share c of
-the work with the coordinator, S equal workers and M pieces, a step takes of one device's step about
+So all workers wait during the coordinator's layers, the head and the loss. For a share c of the
+work with the coordinator, S equal workers and M pieces, a step takes of one device's step about
 
     (1 - c) / S * (1 + (S - 1) / M) + c
 
-All forwards of a batch come before its backwards, so every process keeps what all pieces need.
+All forwards of a batch come before its backwards, so every process keeps the graphs of all pieces.
 """
 
 from __future__ import annotations
@@ -26,8 +26,11 @@ def safe_step_seconds(pipeline: Pipeline) -> float | None:
     """The seconds of a step in the safe mode.
 
     The rule of the runtime plays the forwards of a batch and then its backwards, with as many
-    pieces on their way as the plan has in flight. None for the coordinator alone, and for the
-    coordinator as a replica, whose layers only workers run in that mode.
+    pieces in flight as the plan has.
+
+    Returns:
+        None for the coordinator alone, and for the coordinator as a replica, because in the safe
+        mode only workers run its stage.
     """
     if pipeline.is_alone or pipeline.hosted is not None:
         return None

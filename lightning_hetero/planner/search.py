@@ -1,24 +1,25 @@
-"""The search: which devices, as which teams and in which order, and into how many micro-batches.
+"""The search for devices, their teams and order, and the number of micro-batches.
 
-A plan is a list of teams, of which each holds a stage; a line is teams of one. With up to five
+A plan is a list of teams, each with a stage; in a line every team has one process. With up to five
 workers the search tries every subset of them as a line in every order, and counts interchangeable
 devices once. It begins with the lowest bound and stops at the best step simulated so far. For one
-order of devices it takes the split with the fastest slowest stage (`place`), with the coordinator's
-layers in front and behind.
+order of devices it takes the split with the fastest slowest stage (`arrangements`), with all of the
+coordinator's layers in front, or all of them at the end.
 
 From the best of these lines it makes small changes while the simulated step gets shorter: it moves
 layers, exchanges, adds or removes a worker, or changes the place of the embedding, the number of
-micro-batches or of those in flight. At the end it leaves out workers that save little, and takes as
-few micro-batches in flight as are nearly as fast.
+micro-batches or the number in flight. At the end it leaves out workers with too little gain, and
+takes the fewest micro-batches in flight that are nearly as fast.
 
 Then it goes on with replicas, from teams of several kinds and from the best line. Further changes
-merge two stages, move a worker into another one, let the coordinator be a replica or not, or move
-micro-batches between replicas. Until then replicas step parts of the parameters, which is never
-slower. At the end it also tries the whole optimizer on each replica. For a mixture in halves it
-tries the experts on one worker and all else on another (`experts`).
+merge two stages, move a worker into another stage, add the coordinator to a team or remove it, or
+move micro-batches between replicas. Until then replicas step parts of the parameters, because this
+is never slower. At the end it also tries the whole optimizer on each replica. For a mixture in
+halves it tries the experts on one worker and all else on another (`experts`).
 
-With more workers there are too many changes to try them all. Then the search splits the fastest
-one, two, three, … workers, and goes on from the best line by random changes (`team_walk`).
+With more workers there are too many changes to try them all. Then the search splits lines of the
+fastest one, two, three, … workers, and goes on from the best line, and from teams, by random
+changes (`team_walk`).
 """
 
 from __future__ import annotations
@@ -56,48 +57,48 @@ from .team_walk import TeamWalk
 from .worker_orders import Orders, interchangeable
 
 ALL_ORDERS_UP_TO = 5
-"""Workers up to which all subsets in all orders are tried as lines, 325 arrangements; with more, a
-walk goes on from the usual orders."""
+"""Workers up to which all subsets in all orders are tried as lines, 325 arrangements; with more,
+only the usual orders, and then a walk."""
 
 ALL_TEAMS_UP_TO = 3
 """Workers up to which the search begins with all ordered teams."""
 
 EXCHANGES_UP_TO = 10
-"""Workers up to which a plan with given workers is improved by small changes."""
+"""Workers up to which small changes improve a plan with given workers."""
 
 MOST_PLAYED = 24
-"""Candidates of one choice of devices that an exhaustive search simulates."""
+"""The most candidates of one choice of devices to simulate."""
 
 MOST_SPLIT, MOST_OF_MANY_PLAYED = 16, 4
-"""With more workers: choices that are split, and candidates that are simulated at a time."""
+"""With more workers: the most choices to split, and the most candidates to simulate at a time."""
 
 NUM_STARTS = 6
-"""The best candidates with unlike devices, from which the search makes small changes."""
+"""The number of best candidates, with unlike devices, to begin small changes with."""
 
 MOST_WORSE = 1.2
-"""How much longer than that of the best line the step of a start with replicas may be."""
+"""Factor by which the step of a start may be longer than the best line's."""
 
 MOST_FILLED = 4
 """Processes up to which four times as many micro-batches in flight are tried."""
 
 LEAST_GAIN = 0.02
-"""Share of the step that a device must save, because each additional device can drift or fail; also
-an optimizer in parts, and replicas against the best line."""
+"""Share of the step that a device must save, because each additional device can drift or fail. An
+optimizer in parts, and replicas instead of the best line, must save as much."""
 
 LEAST_GAIN_IN_FLIGHT = 0.005
 """Share of the step that more micro-batches in flight must save, because each keeps activations."""
 
 
 class Effort(NamedTuple):
-    """How much a search from some plans tries.
+    """Limits of a search from some plans.
 
     Args:
-        near_played: Changes of one plan that are simulated, those with the lowest bounds first.
+        near_played: The most changes of one plan to simulate, the lowest bounds first.
         replicates: Whether changes make replicas.
         keeps_devices: Whether changes keep the workers.
-        first_played: Plans to begin with that are simulated, those with the lowest bounds first.
-        starts: The best plans with unlike teams, from which the search makes small changes.
-        tried: Other teams that are split.
+        first_played: The most plans to simulate at the beginning, the lowest bounds first.
+        starts: The number of best plans, with unlike teams, to begin small changes with.
+        tried: The most changed arrangements to split, if changes make replicas.
     """
 
     near_played: int = MOST_NEAR_PLAYED
@@ -130,16 +131,15 @@ class Search:
     Args:
         costs: The costs of devices and links.
         micro_batches: Numbers of micro-batches to choose from.
-        may_replicate: Whether several processes may hold the same stage; never where layers are
-            pinned.
+        may_replicate: Whether several processes may hold the same stage; ignored with pins.
         counts_alone: Numbers of micro-batches for one device alone; left out, the same ones.
 
     Attributes:
         costs: The costs of devices and links.
-        line: The best plan without replicas, once `best` has run; None if none fits.
+        line: The best plan without replicas, once `best` has run and if one fits.
         knows_line: Whether `best` has run.
-        fastest: The fastest plan with replicas that was found, also if a line is faster; None if
-            none fits or comes near.
+        fastest: The fastest plan found with replicas, also if a line is faster; None without one
+            that fits and comes near.
     """
 
     def __init__(
@@ -162,7 +162,7 @@ class Search:
         self.fastest: Candidate | None = None
 
     def best(self) -> Candidate | None:
-        """The best candidate without devices that gain too little; None if nothing fits."""
+        """The best candidate without devices of too little gain; None without one that fits."""
         found = line = self._best_line()
         self.line, self.knows_line = line, True
         may_replicate, is_many = self._may_replicate, len(self._classes) > EXCHANGES_UP_TO
@@ -179,11 +179,11 @@ class Search:
 
     @cached_property
     def apart(self) -> Candidate | None:
-        """The fastest plan with the experts of a mixture apart; None if there is none."""
+        """The fastest plan with the experts of a mixture apart, if there is one."""
         return best_apart(self.costs, self._orders.by_speed, self.micro_batches)
 
     def replicated(self) -> Candidate | None:
-        """The fastest plan in which every process holds all layers; None if none fits."""
+        """The fastest plan with all layers on every process, if they fit."""
         team = (*self._orders.by_speed, COORDINATOR)
         ways = [Arrangement(self._tables, (team,), pieces) for pieces in self.micro_batches]
         placed = [candidate for way in ways for candidate in place(way)]
@@ -195,8 +195,8 @@ class Search:
         return self._with_enough_in_flight(with_whole_optimizer(best, limit), limit)
 
     def at_once(self, num_batches: int) -> Search:
-        """The search among plans for so many batches that come as one, in as many micro-batches
-        each."""
+        """The search for plans for this many batches as one, each batch in as many micro-batches as
+        now."""
         costs = self.costs
         pieces = [num_batches * count // costs.num_batches for count in self.micro_batches]
         profile = structs.replace(
@@ -207,8 +207,7 @@ class Search:
         return Search(Costs(profile, costs.pins), pieces, self._may_replicate)
 
     def best_with(self, workers: Iterable[str], below: float = math.inf) -> Candidate | None:
-        """The best candidate with exactly these workers as a line, if its step is shorter than
-        ``below``."""
+        """The best line of exactly these workers, if its step is shorter than ``below``."""
         best = self._best_among([tuple(workers)], below)
         if best is None:
             return None
@@ -233,11 +232,11 @@ class Search:
 
     @property
     def _embeddings(self) -> tuple[bool, ...]:
-        """Whether a worker has the embedding: what may be."""
+        """The possible values of ``embedding_left``."""
         return (False, True) if self.costs.profile.model.embedding_may_leave else (False,)
 
     def one_of_each(self, workers: Sequence[str] | None = None) -> list[str]:
-        """One worker of each class of interchangeable ones, among these or all workers."""
+        """One of each class of interchangeable workers, among these or all workers."""
         first: dict[int, str] = {}
         for name in self._classes if workers is None else workers:
             first.setdefault(self._classes[name], name)
@@ -265,9 +264,9 @@ class Search:
         return None if best is None else self._with_enough_in_flight(_fewest(placed, best))
 
     def _play_both_ends(self, below: float) -> None:
-        """Play lines with some of the coordinator's layers in front, in the orders of the best
-        lines and with each worker alone. These may be the best ones although the same workers gain
-        nothing behind or before all of the coordinator's layers."""
+        """Play lines with the coordinator's layers at both ends, in the orders of the best lines
+        and with each worker alone. They may be the best lines although the same workers do not gain
+        with all of the coordinator's layers at one end."""
         lines = [(Arrangement.of(start, self._tables), start.in_flight) for start in self._starts]
         for name, pieces in product(self.one_of_each(), self.micro_batches):
             lines.append((Arrangement.line(self._tables, [name], pieces), min(4, pieces)))
@@ -298,14 +297,15 @@ class Search:
     def _lines(
         self, orders: Sequence[Sequence[str]], pieces: int
     ) -> Iterator[Sequence[Arrangement]]:
-        """Orders of the same workers, with the embedding wherever it may be."""
+        """Orders of the same workers, with each possible place of the embedding."""
         for left in self._embeddings if orders[0] else (False,):
             yield [Arrangement.line(self._tables, order, pieces, left) for order in orders]
 
     def _best_played(
         self, placed: Iterable[Candidate], below: float, most: int
     ) -> Candidate | None:
-        """Simulate the candidates with the lowest bounds; the shortest step below ``below``."""
+        """Simulate the candidates with the lowest bounds; return the fastest one, if its step is
+        shorter than ``below``."""
         best: Candidate | None = None
         for candidate in sorted(placed, key=least_of)[:most]:
             if candidate.least_seconds >= below:
@@ -325,7 +325,7 @@ class Search:
         self._starts = sorted([*others, candidate], key=step_of)[:NUM_STARTS]
 
     def _place_likely(self, choices: Sequence[Choice]) -> list[Candidate]:
-        """Split the choices with the shortest estimated steps, until enough of them have fit."""
+        """Split the choices with the shortest estimated steps, until enough of them fit."""
         possible = [choice for choice in choices if math.isfinite(choice.likely_seconds)]
         placed: list[Candidate] = []
         num_split = 0
@@ -370,8 +370,8 @@ class Search:
         return list(orders.values())
 
     def _best_of_teams(self, line: Candidate | None) -> Candidate | None:
-        """The best plan with replicas; None if none is faster than the best line by as much as a
-        device has to be."""
+        """The best plan with replicas; None unless it is faster than the best line by
+        `LEAST_GAIN`."""
         effort = FEW_TEAMS if len(self._classes) <= ALL_TEAMS_UP_TO else TEAMS
         starts = self._starts_of_teams(line, effort)
         best = self._descended(starts, effort) if starts else None
@@ -383,7 +383,7 @@ class Search:
         return finished if finished.is_below(limit) else self.fastest
 
     def _starts_of_teams(self, line: Candidate | None, effort: Effort) -> list[Candidate]:
-        """The best plans to begin with, of unlike teams, and the best line."""
+        """The best plans of unlike teams to begin with, and the best line."""
         below = math.inf if line is None else line.step_seconds * MOST_WORSE
         ways = [
             Arrangement(self._tables, teams, pieces, left, kept)
@@ -402,19 +402,19 @@ class Search:
         return best if line is None or not line.workers else [*best, line]
 
     def _first_counts(self, line: Candidate | None) -> Sequence[int]:
-        """The numbers of micro-batches to begin with: with many workers those near the line's."""
+        """The numbers of micro-batches to begin with; with many workers, only near the line's."""
         if line is None or self._looks_at_all:
             return self.micro_batches
         pieces = line.micro_batches
         return [count for count in self.micro_batches if pieces <= 2 * count <= 4 * pieces]
 
     def _embeddings_of(self, teams: Teams) -> tuple[bool, ...]:
-        """Where the embedding may be."""
+        """Whether the first team may have the embedding: the values to try."""
         return self._embeddings if teams and COORDINATOR not in teams[0] else (False,)
 
     def _kept_by(self, teams: Teams) -> list[tuple[int, int]]:
-        """How many layers the coordinator may have for itself in front and behind: none, and, as a
-        replica of the only stage of a few workers, as many as possible and half of these."""
+        """How many layers to try for the coordinator alone, in front and at the end: 0, and, as a
+        replica of the only stage of a few workers, as many as possible and half of them."""
         found = [(0, 0)]
         if len(teams) == 1 and COORDINATOR in teams[0] and len(self._classes) <= ALL_TEAMS_UP_TO:
             most = self.costs.num_layers - 1
@@ -444,7 +444,7 @@ class Search:
             yield tuple(tuple(part) for part in parts if part)
 
     def _walked(self, line: Candidate | None, may_replicate: bool) -> Candidate | None:
-        """The best plan that a walk finds from the best line and from some teams."""
+        """The best plan of a walk from the best line and from some teams."""
         starts = [] if line is None else [line]
         if may_replicate:
             few = TEAMS._replace(first_played=NUM_STARTS)
@@ -463,23 +463,23 @@ class Search:
         return best and with_whole_optimizer(best, best.step_seconds * (1 + LEAST_GAIN))
 
     def _descended(self, starts: Sequence[Candidate], effort: Effort) -> Candidate:
-        """The best candidate to which small changes lead from one of some candidates.
+        """The best candidate after small changes of each of some candidates.
 
-        The simulator is the judge of each change. So this finds splits that are faster than the
-        ones with the fastest slowest stage, as where few micro-batches have to fill the pipeline.
+        The simulator is the judge of each change. So this finds faster splits than the exact ones,
+        such as when few micro-batches have to fill the pipeline.
         """
         played: set[Hashable] = set()
         tried: set[Hashable] = set()
         near = partial(self._near, effort=effort, tried=tried)
         found = [descended(start, near, effort.near_played, played) for start in starts]
-        # With replicas the line is among the starts, and does not count.
+        # The line is among the starts of a search for replicas, and does not count.
         replicated = [each for each in found if each.has_replicas] if effort.replicates else []
         return min(replicated or found, key=step_of)
 
     def _near(self, best: Candidate, effort: Effort, tried: set[Hashable]) -> Iterator[Candidate]:
-        """The candidates with one change that may be faster."""
+        """The possibly faster candidates with one change."""
         way, below = Arrangement.of(best, self._tables), best.step_seconds
-        if best.has_replicas or not effort.replicates:  # A line has been changed so already.
+        if best.has_replicas or not effort.replicates:  # The line has had these changes already.
             yield from with_moved_layers(way, best)
             yield from with_moved_shares(best)
             yield from with_other_turns(best)
@@ -500,14 +500,14 @@ class Search:
                 yield from self._placed(each, below)
 
     def _placed(self, way: Arrangement, below: float) -> list[Candidate]:
-        """The arrangement with its layers split; none if it does not fit or is not faster."""
+        """The arrangement with its layers split; empty if it does not fit or is not faster."""
         is_hopeful = len(way.teams) <= self.costs.num_layers and way.most_hopeful_seconds < below
         return place(way, below) if is_hopeful else []
 
     @staticmethod
     def _placed_near(way: Arrangement, best: Candidate) -> Iterator[Candidate]:
-        """A line with its layers split, also with the micro-batches in flight of the best one, and
-        with its number of the coordinator's layers in front."""
+        """A line with its layers split; among the tries are the best line's micro-batches in flight
+        and its number of the coordinator's layers in front."""
         num = len(way.workers) + 1
         levels = {best.in_flight, 2 * num, (4 if num <= MOST_FILLED else 2) * num}
         sizes = sorted({min(level, way.micro_batches) for level in levels if way.teams} or {1})
@@ -515,7 +515,7 @@ class Search:
             yield from place_at(way, in_flight, front, best.step_seconds)
 
     def _with_other_kept(self, way: Arrangement) -> Iterator[Arrangement]:
-        """Arrangements in which the coordinator, a replica, has a layer more or less for itself."""
+        """Arrangements with one layer more or less for the coordinator, a replica, alone."""
         (front, behind), most = way.kept, self.costs.num_layers - len(way.teams)
         for one, other in [(1, 0), (0, 1), (-1, 0), (0, -1)]:
             kept = front + one, behind + other
@@ -524,8 +524,8 @@ class Search:
 
     @staticmethod
     def _with_teams(way: Arrangement, teams: Teams, best: Candidate) -> Iterator[Arrangement]:
-        """The arrangement with other teams. A coordinator that becomes a replica has no layers for
-        itself, or keeps those that it has."""
+        """The arrangement with other teams. If the coordinator becomes a replica, it has 0 layers
+        alone, or keeps its present ones."""
         is_hosted = any(COORDINATOR in team for team in teams)
         left = way.embedding_left and bool(teams) and COORDINATOR not in teams[0]
         kept = way.kept if is_hosted else (0, 0)
@@ -535,7 +535,7 @@ class Search:
             yield replace(way, teams=teams, embedding_left=left, kept=own)
 
     def _key(self, way: Arrangement) -> Hashable:
-        """Equal for arrangements that differ in interchangeable workers only."""
+        """Equal for arrangements that differ only in interchangeable workers."""
         teams = tuple(
             tuple(sorted(self._classes.get(name, -1) for name in team)) for team in way.teams
         )
@@ -567,17 +567,17 @@ class Search:
             yield from _with_coordinator(teams)
 
     def _merged(self, teams: Teams) -> Iterator[Teams]:
-        """The teams of which two are one."""
+        """The teams after two of them are merged."""
         for one, other in permutations(range(len(teams)), 2):
             merged = [*teams]
             merged[one] = self._orders.ordered([*teams[one], *teams[other]])
             yield _checked([team for n, team in enumerate(merged) if n != other])
 
     def _finished(self, best: Candidate) -> Candidate:
-        """The candidate without workers that gain little, with the whole optimizer on each replica
-        where parts gain little, and with as few micro-batches in flight as are nearly as fast.
+        """The candidate without workers of little gain, with the whole optimizer on each replica if
+        parts gain little, and with the fewest micro-batches in flight that are nearly as fast.
 
-        All of these together may make the step longer by `LEAST_GAIN`.
+        All changes together may make the step longer by `LEAST_GAIN`.
         """
         limit = best.step_seconds * (1 + LEAST_GAIN)
         best = with_whole_optimizer(self._without_idlers(best), limit)
@@ -606,7 +606,7 @@ class Search:
     def _with_enough_in_flight(self, best: Candidate, limit: float = math.inf) -> Candidate:
         """Take the fewest micro-batches in flight that are nearly as fast as the best number.
 
-        The numbers are one to four times that of the processes, and five times with replicas.
+        The tried numbers are one to four times the number of processes, or to five with replicas.
         """
         num, way = len(best.processes), Arrangement.of(best, self._tables)
         if num == 1:
@@ -621,7 +621,7 @@ class Search:
         if best.has_lone_seats:
             pairs = product(_fronts_near(best, way), counts)
             trials += [each for front, n in pairs for each in place_at(way, n, front)]
-        # Where two are alike, the later one may recompute less.
+        # Of two with the same identity, the later one may recompute less.
         trials = [*{trial.identity: trial for trial in [*trials, best]}.values()]
         limit = min(limit, best.step_seconds * (1 + LEAST_GAIN_IN_FLIGHT))
         fast = [trial for trial in trials if trial is best or trial.is_below(limit)]
@@ -631,8 +631,8 @@ class Search:
 
 
 def speeds_of(costs: Costs, workers: Sequence[str], micro_batches: int) -> list[Speed]:
-    """Speeds for a bound that holds for every plan: the coordinator has the fewest ends of the
-    model, and the other ends cost nothing."""
+    """Speeds for a bound of all plans: the coordinator has the fewest ends of the model, and the
+    other ends cost 0 seconds."""
     size = costs.size(micro_batches)
     may_leave = costs.profile.model.embedding_may_leave and bool(workers)
     own = costs.both_ends(size, may_leave).speed
@@ -644,13 +644,14 @@ def speeds_of(costs: Costs, workers: Sequence[str], micro_batches: int) -> list[
 
 
 def _kin_of(candidate: Candidate) -> Hashable:
-    """Equal for candidates that differ at most in their splits and in flight."""
+    """Equal for candidates that differ only in their splits and their micro-batches in flight, with
+    the coordinator's layers at the same ends."""
     own = [candidate.seats[end].num_layers > 0 for end in (0, -1)]
     return candidate.workers, candidate.micro_batches, candidate.embedding_left, *own
 
 
 def _names_of(candidate: Candidate) -> list[str]:
-    """The processes of all stages behind the coordinator's first layers."""
+    """The processes of all stages after the coordinator's first layers."""
     return [seat.name for seat in candidate.seats[1:-1]]
 
 
@@ -665,8 +666,8 @@ def _fronts_near(candidate: Candidate, way: Arrangement) -> list[int | None]:
 
 
 def _with_counts(way: Arrangement, best: Candidate) -> Iterator[Candidate]:
-    """The candidates in which the workers of a line keep their numbers of layers, and a new worker
-    takes layers from one other seat."""
+    """The candidates of a line with the same numbers of layers of its workers, and layers from one
+    other seat for a new worker."""
     held = {seat.name: seat.num_layers for seat in best.seats}
     if len(way.workers) < len(best.workers):
         return
@@ -691,7 +692,7 @@ def _with_other_in_flight(way: Arrangement, best: Candidate) -> Iterator[Candida
 
 
 def _fewest(placed: Iterable[Candidate], best: Candidate) -> Candidate:
-    """The candidate with the fewest workers among those nearly as fast as the best."""
+    """The candidate with the fewest workers that is nearly as fast as the best."""
     limit = best.step_seconds * (1 + LEAST_GAIN)
     fewer = [c for c in placed if len(c.workers) < len(best.workers) and c.least_seconds < limit]
     fewer.sort(key=lambda candidate: len(candidate.workers))
@@ -699,13 +700,13 @@ def _fewest(placed: Iterable[Candidate], best: Candidate) -> Candidate:
 
 
 def _without(teams: Teams, name: str) -> Teams:
-    """The teams without a worker; a coordinator that is alone then is no replica."""
+    """The teams without a worker; a team of only the coordinator is left out."""
     others = [tuple(each for each in team if each != name) for team in teams]
     return _checked([team for team in others if team and team != (COORDINATOR,)])
 
 
 def _checked(teams: Sequence[tuple[str, ...]]) -> Teams:
-    """The teams, in which the coordinator may be in the first or the last one only, and in one."""
+    """The teams with the coordinator in at most one of them, the first or the last."""
     last = len(teams) - 1
     return tuple(
         team
@@ -716,7 +717,7 @@ def _checked(teams: Sequence[tuple[str, ...]]) -> Teams:
 
 
 def _with_coordinator(teams: Teams) -> Iterator[Teams]:
-    """The teams with the coordinator in none, in the first one, and in the last one."""
+    """The teams without the coordinator, with it in the first, and with it in the last."""
     alone = [tuple(name for name in team if name != COORDINATOR) for team in teams]
     yield tuple(alone)
     for index in {0, len(teams) - 1}:
@@ -726,8 +727,8 @@ def _with_coordinator(teams: Teams) -> Iterator[Teams]:
 
 
 def _all_teams(names: Sequence[str]) -> Iterator[Teams]:
-    """All ordered teams of some workers, with the coordinator in none, in the first one, and in the
-    last one; without lines."""
+    """All ordered teams of some workers, without the coordinator, with it in the first, and with it
+    in the last; lines are left out."""
     for count in range(1, len(names) + 1):
         for chosen in combinations(names, count):
             for teams in _ordered_teams(chosen):

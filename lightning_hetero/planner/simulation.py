@@ -2,13 +2,13 @@
 
 The simulation follows the runtime. The coordinator is stage 0 and starts the micro-batches. When a
 micro-batch returns, the coordinator runs the rest of it as one action: its own last layers, the
-head, the loss, and their backward. A process may have several stages. It runs one action at a time,
-of those that are ready in all its stages, and computes while its results travel. A link carries one
-transfer at a time.
+head, the loss, and their backward. A process may have several stages. It runs one ready action at a
+time, of any of its stages, and computes while its results travel. A link carries one transfer at a
+time.
 
-A window of several batches is played as one step. The coordinator gets a batch when all losses of
-the batch before it are there. Their last backward may wait until the new batch has begun
-(`loss_waits`): that gives the workers a forward to run meanwhile.
+A window of several batches is played as one step. The coordinator gets a batch after all losses of
+the batch before it. Their last backward may wait until the new batch has begun (`loss_waits`), so
+the workers have a forward to run meanwhile.
 
 A process of a plan with replicas takes the forwards of a stage in the order of its micro-batches,
 and so the backwards; the coordinator takes losses in the order of all micro-batches.
@@ -29,15 +29,15 @@ from .bounds import least_seconds_of_processes
 from .step_model import HERE, Pipeline
 
 MOST_PLAYED = 256
-"""Micro-batches that `predict` simulates."""
+"""The most micro-batches that `predict` simulates."""
 
 LEAST_PLAYED = 64
-"""Micro-batches of a longer step that are simulated at least; four times as many as are in flight
-are enough in a line."""
+"""The least simulated micro-batches of a longer step; in a line, four times the number in flight
+are enough."""
 
 LOSS = 1
-"""Visit of the coordinator's forward that ends with the head and the loss. The runtime needs no
-such number, because a micro-batch never has both forwards ready."""
+"""Visit of the coordinator's forward with the head and the loss. The runtime works without such a
+number, because a micro-batch never has both forwards ready."""
 
 
 class SimulatedSpan(NamedTuple):
@@ -54,8 +54,8 @@ class Simulation:
 
     Args:
         spans: Every simulated action, in the order of their starts.
-        busy_seconds: Seconds for which each process computed, its optimizer steps included.
-        peak_in_flight: The most micro-batches that each process had in flight.
+        busy_seconds: Seconds of computing of each process, its optimizer steps included.
+        peak_in_flight: The most micro-batches in flight on each process.
         step_seconds: From the first action to the end of the slowest optimizer step.
     """
 
@@ -66,13 +66,13 @@ class Simulation:
 
     @property
     def busy_shares(self) -> list[float]:
-        """The share of the step for which each process computed."""
+        """The busy share of each process in the step."""
         return [busy / self.step_seconds if self.step_seconds else 0 for busy in self.busy_seconds]
 
     @property
     def bubble(self) -> float:
         """The idle share of all processes' time."""
-        # The end of a long step is extrapolated, which may be a hair below what it computes.
+        # The extrapolated end of a long step may be a hair below its busy seconds.
         return max(0.0, 1 - sum(self.busy_shares) / len(self.busy_seconds))
 
 
@@ -91,7 +91,7 @@ def predict_below(pipeline: Pipeline, below: float) -> Simulation | None:
 def predict(pipeline: Pipeline) -> Simulation:
     """Simulate the step; extrapolate it beyond `MOST_PLAYED` micro-batches.
 
-    Each additional micro-batch takes the mean time of those of the second half.
+    Each additional micro-batch takes the mean time of a micro-batch of the second half.
     """
     if pipeline.num_microbatches <= MOST_PLAYED:
         return simulate(pipeline)
@@ -102,8 +102,8 @@ def predict(pipeline: Pipeline) -> Simulation:
 
 
 def _parts(pipeline: Pipeline) -> tuple[Pipeline, Pipeline]:
-    """The micro-batches that are simulated, and their first half: whole batches. Batches that are
-    too large for that fill the pipeline by themselves, and count as one."""
+    """The first half of the simulated micro-batches, and all of them, in whole batches. Batches too
+    large for this fill the pipeline by themselves, and count as one."""
     size = pipeline.microbatches_of_batch
     num_batches = MOST_PLAYED // 2 // size
     if num_batches:
@@ -122,7 +122,7 @@ def _parts(pipeline: Pipeline) -> tuple[Pipeline, Pipeline]:
 
 
 def _continued(half: Simulation, whole: Simulation, more: float) -> Simulation:
-    """The simulation of a step that goes on after ``whole``, ``more`` times its second half."""
+    """The simulation of a step that continues after ``whole``, ``more`` times its second half."""
     return Simulation(
         whole.spans,
         [b + more * (b - a) for a, b in zip(half.busy_seconds, whole.busy_seconds, strict=True)],
@@ -202,7 +202,7 @@ class SimulatedRun:
 
         Raises:
             PlanError: If the step never ends, because micro-batches in flight wait for others that
-                may not start: no plan is known of which that is so.
+                may not start. A plan with this fault is not known.
         """
         self._offer_next_microbatch()
         self._begin_action(0, 0.0)
@@ -244,15 +244,15 @@ class SimulatedRun:
 
     @property
     def _num_given(self) -> int:
-        """The micro-batches of the batches that the coordinator has got. Each batch comes when all
-        losses of the batch before it are there."""
+        """The micro-batches of the coordinator's batches up to now. Each batch comes after all
+        losses of the batch before it."""
         pipeline, size = self.pipeline, self.pipeline.microbatches_of_batch
         if self._is_alone:
             return pipeline.num_microbatches
         return min(pipeline.num_microbatches, (self._num_losses // size + 1) * size)
 
     def _begin_action(self, number: int, now: float) -> bool:
-        """Let a process that is free choose an action; False if it has been idle for too long."""
+        """Let a free process choose an action; False if it has been idle for too long."""
         process = self._processes[number]
         if process.is_busy or not process.ready:
             return True
@@ -282,7 +282,7 @@ class SimulatedRun:
             return self._beside(waiting, process)
         if self._left:
             ready = self.offered(process.ready)
-            # The backward of a loss that had to wait for earlier ones follows them at once.
+            # The backward of a loss follows at once, even if the loss had to wait for earlier ones.
             losses = [each for each in ready if each.key.visit == LOSS]
             if losses and self._following(losses[0]) is None:
                 return losses[0]
@@ -300,8 +300,8 @@ class SimulatedRun:
         return next((a for a in ready if a.kind == "B" and a.key.visit == LOSS), None)
 
     def _beside(self, waiting: Action, process: _Process) -> Action:
-        """What goes before a loss's backward that waits: the first micro-batch of the next batch,
-        if it may start and has not."""
+        """The action before a loss's backward that waits: the first micro-batch of the next batch,
+        if it may start and has not; otherwise this backward."""
         following = waiting.key.microbatch + 1
         has_room = len(process.in_flight) < self.pipeline.limit(0)
         if self._num_started == following and has_room:
@@ -317,12 +317,12 @@ class SimulatedRun:
         return behind % self.pipeline.microbatches_of_batch == 0
 
     def offered(self, ready: Sequence[Action]) -> Collection[Action]:
-        """The actions that a process with replicas offers to the rule: of each stage and kind the
-        next one in the order of the process's micro-batches."""
+        """The choice of a process with replicas: of each stage and kind the next action in the
+        order of the process's micro-batches."""
         return [a for a in ready if self._is_next(a)]
 
     def note_begun(self, action: Action) -> None:
-        """Note that an action was the next one of its kind."""
+        """Remove an action from the order of its kind."""
         self._left[_place(self._entry_of(action), action)].pop()
 
     def _is_next(self, action: Action) -> bool:
@@ -330,7 +330,7 @@ class SimulatedRun:
         return left[-1] == action.key.microbatch
 
     def _entry_of(self, action: Action) -> int:
-        """The index in the pipeline's stages of who runs an action."""
+        """The entry of an action in the pipeline's stages."""
         return self._entries[action.stage_index][action.key.microbatch]
 
     def _end_action(self, action: Action, now: float) -> None:
@@ -352,7 +352,7 @@ class SimulatedRun:
             self._offer_next_microbatch()
 
     def _ends_here(self, action: Action, following: Action | None, number: int) -> bool:
-        """Whether the process has nothing more to do with the micro-batch."""
+        """Whether this was the last action of the process for the micro-batch."""
         if following is None or action.kind == "F" or number == 0:
             return following is None
         if not self._left:
@@ -408,7 +408,7 @@ class SimulatedRun:
         return times.forward_seconds + more
 
     def _loss_seconds(self, action: Action) -> float:
-        """The duration of a loss with its backward, or of one of both if the backward waits."""
+        """The duration of a loss with its backward, or of one of them if the backward waits."""
         forward, backward = self._hosted_loss_seconds(action) if self._left else (0.0, 0.0)
         backward += self.pipeline.loss_backward_seconds
         forward += self.pipeline.loss_seconds - self.pipeline.loss_backward_seconds
@@ -417,22 +417,22 @@ class SimulatedRun:
         return forward if self._waits(action) else forward + backward
 
     def _hosted_seconds(self, action: Action) -> float:
-        """What an action of the coordinator before the workers' layers includes of the stage of
-        which it is a replica."""
+        """The seconds of the coordinator's replica of a stage inside an action before the workers'
+        layers."""
         if not self._is_hosted(action) or self.pipeline.hosted != 1:
             return 0.0
         own = self.pipeline.own_times
         return own.backward_seconds if action.kind == "B" else own.forward_seconds
 
     def _hosted_loss_seconds(self, action: Action) -> tuple[float, float]:
-        """What a loss and its backward include of the stage of which the coordinator is a
-        replica."""
+        """The seconds of the coordinator's replica of a stage inside a loss and inside its
+        backward."""
         last = len(self._actions) - 1
         if not self._is_hosted(action) or self.pipeline.hosted != last:
             return 0.0, 0.0
         own, first = self.pipeline.own_times, self.pipeline.stages[0]
         if last == 1:
-            # The micro-batch was never away, so its loss is followed by its whole backward.
+            # The micro-batch stayed here, so its whole backward follows the loss.
             return 0.0, own.backward_seconds + first.backward_seconds
         return own.forward_seconds, own.backward_seconds
 
@@ -451,13 +451,13 @@ def _is_loss_backward(action: Action) -> bool:
 
 
 def _place(entry: int, action: Action) -> tuple[int, str]:
-    """The entry and the kind of an action, where losses are a kind of their own."""
+    """The entry and the kind of an action; losses are a kind of their own."""
     return entry, "L" if action.key.visit == LOSS else action.kind
 
 
 def _in_order(pipeline: Pipeline) -> dict[tuple[int, str], list[int]]:
     """For each entry and kind of a pipeline with replicas the micro-batches, the last one first;
-    empty for a line, where they come in their order by themselves."""
+    empty for a line, because its micro-batches keep their order by themselves."""
     if pipeline.replicas is None:
         return {}
     found: dict[tuple[int, str], list[int]] = {}

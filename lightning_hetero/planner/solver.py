@@ -1,7 +1,8 @@
 """The solver: from a profile and a user's wishes to the plan with the shortest predicted step.
 
-`solve_replicated` gives every process all layers. Two plans need no profile: `even_plan` gives all
-processes the same number of layers, and `replicated_plan` the same share of the micro-batches.
+`solve_replicated` gives every process all layers. Two functions work without a profile: `even_plan`
+gives all processes the same number of layers, and `replicated_plan` the same share of the
+micro-batches.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ class Wishes:
     """A user's conditions on the plan.
 
     Args:
-        pins: Half-open ranges of layers that workers, or the coordinator, must hold.
+        pins: Half-open ranges of layers for workers or the coordinator.
         exclude: Workers to leave out.
         memory_bytes: Memory of devices, instead of the profile's.
         batch_size: Samples of a training batch, instead of the profile's.
@@ -172,17 +173,18 @@ def _check_pins(pins: Mapping[str, tuple[int, int]], num_layers: int) -> None:
 
 
 MOST_COUNTS = 12
-"""The most numbers of micro-batches that the solver tries."""
+"""Divisors of a batch size up to which the solver tries all of them."""
 
 
 ENOUGH_COUNT, ENOUGH_PER_DEVICE = 256, 8
-"""Micro-batches of a batch, and of a batch for each device, that fill a pipeline well enough."""
+"""Micro-batches of a batch, and of a batch for each device: enough to fill a pipeline well."""
 
 COUNTS_AT_ONCE = 3
-"""Larger numbers of micro-batches that are tried together where smaller ones do not fit."""
+"""Larger numbers of micro-batches to try together, if smaller ones do not fit or the largest is
+best."""
 
 MOST_STAGES = 10**7
-"""Different devices times layers squared, which planning takes; more takes over a minute."""
+"""The most unlike devices times layers squared for planning; more takes over a minute."""
 
 
 @dataclass(frozen=True)
@@ -208,7 +210,7 @@ def solve(profile: Profile, wishes: Wishes | None = None) -> Solution:
 
     Raises:
         PlanError: If the model does not fit, with the shortage and the remedies; if a wish cannot
-            be granted; if the devices and layers are too many; or if a step takes 0 seconds.
+            be granted; if there are too many devices and layers; or if a step takes 0 seconds.
     """
     wishes = wishes or Wishes()
     costs = Costs(apply(wishes, profile), wishes.pins)
@@ -216,7 +218,7 @@ def solve(profile: Profile, wishes: Wishes | None = None) -> Solution:
     counts = window_counts(costs, wishes.micro_batches)
     found = _searched(costs, counts, wishes.replicas)
     if costs.is_safe_mode and costs.profile.workers and COORDINATOR not in wishes.pins:
-        # The search balances work that is done at the same time, as that of the coordinator is not.
+        # The search balances simultaneous work, but in this mode the coordinator works alone.
         apart = Costs(costs.profile, {**wishes.pins, COORDINATOR: (0, 0)})
         other = _searched(apart, counts, wishes.replicas)
         if other is not None and (found is None or other[0].is_below(found[0].step_seconds)):
@@ -234,7 +236,7 @@ def solve(profile: Profile, wishes: Wishes | None = None) -> Solution:
 
 
 def predict_given(plan: Plan, profile: Profile, wishes: Wishes) -> Solution:
-    """A given plan in the place of the solver's choice.
+    """The solution for a given plan instead of the solver's choice.
 
     Raises:
         PlanError: If the plan does not fit the profile, or a stage of it was not measured.
@@ -282,7 +284,7 @@ def solve_replicated(profile: Profile, wishes: Wishes | None = None) -> Solution
 
 
 def _check_amount(costs: Costs) -> None:
-    """Refuse a profile whose matrices of all stages would take minutes and gigabytes."""
+    """Refuse a profile if the matrices of all stages would take minutes and gigabytes."""
     kinds, layers = len(set(costs.kinds.values())), len(costs.profile.model.layers)
     if kinds * layers**2 > MOST_STAGES:
         most = int(MOST_STAGES / layers**2)
@@ -296,10 +298,10 @@ def _check_amount(costs: Costs) -> None:
 def _searched(
     costs: Costs, counts: Sequence[int], may_replicate: bool
 ) -> tuple[Candidate, Search] | None:
-    """The best candidate, and the search that found it; None if nothing fits.
+    """The best candidate and its search; None without a plan that fits.
 
     Larger numbers of micro-batches are tried while the best candidate has the largest number so
-    far. A plan can name the shares of no larger number than `MOST_SHARES`.
+    far. A plan can name shares of up to `MOST_SHARES` micro-batches only.
     """
     best: tuple[Candidate, Search] | None = None
     for some in _groups(costs, counts):
@@ -314,10 +316,11 @@ def _searched(
 
 
 def _groups(costs: Costs, counts: Sequence[int]) -> Iterator[Sequence[int]]:
-    """The numbers of micro-batches to try together: those up to one that fills the pipeline well
-    enough, and then larger ones, which save memory and little time."""
+    """The numbers of micro-batches to try together: first the numbers up to a well-filled pipeline,
+    and then larger ones, because they save memory but little time."""
     if len(counts) > MOST_COUNTS:
-        # Of many numbers, those with too large micro-batches would take long to fit nowhere.
+        # Of many numbers, leave out micro-batches that are too large for all devices: they would
+        # take long.
         num_layers, workers = costs.num_layers, costs.profile.workers
         held = [least_bottleneck(speeds_of(costs, workers, n), num_layers) for n in counts[:-1]]
         pairs = zip(counts, held, strict=False)
@@ -330,8 +333,8 @@ def _groups(costs: Costs, counts: Sequence[int]) -> Iterator[Sequence[int]]:
 
 
 def window_counts(costs: Costs, wished: int | None) -> list[int]:
-    """The numbers of micro-batches to try for each optimizer step, which may have several batches;
-    ``wished`` is that of one batch."""
+    """The numbers of micro-batches to try for an optimizer step, with all its batches; ``wished``
+    is for one batch."""
     counts = micro_batch_counts(costs.batch_size, wished, costs.profile.window)
     return [costs.num_batches * count for count in counts]
 
@@ -339,8 +342,8 @@ def window_counts(costs: Costs, wished: int | None) -> list[int]:
 def micro_batch_counts(batch_size: int, wished: int | None, window: int) -> list[int]:
     """The numbers of micro-batches to try: the wished one, or divisors of the batch size.
 
-    Of a size with many divisors, the function takes those next to the powers of two. The pieces of
-    a window are cut alike, and never joined.
+    Of many divisors, the function takes the largest ones up to each power of two. The batches of a
+    window are cut alike, and never joined.
     """
     if wished is not None:
         return [in_window(wished, window)]
@@ -382,10 +385,10 @@ def replicated_plan(
     Args:
         num_layers: The decoder layers of the model.
         workers: The names of the workers.
-        micro_batches: Pieces of the batch; by default 8, or one for each process if that is more.
+        micro_batches: Pieces of the batch; by default 8, or one for each of more processes.
 
     Raises:
-        PlanError: If the model has no layers for the workers.
+        PlanError: If there are workers, and the model has 0 layers.
     """
     if workers and num_layers == 0:
         raise PlanError(

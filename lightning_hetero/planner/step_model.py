@@ -1,8 +1,9 @@
-"""The model of a training step: who runs what on which micro-batch, how long, over which links.
+"""The model of a training step: actions of processes on micro-batches, their times, and the links.
 
 The coordinator is stage 0. A stage may have several replicas, and then each micro-batch has a way
-of its own. The coordinator may be a replica of the first or of the last stage; it runs that stage
-inside its own actions. `simulation` plays such a step, and `bounds` says what no schedule beats.
+of its own. The coordinator may be a replica of the first or of the last stage; it runs this stage
+inside its own actions. `simulation` plays such a step, and `bounds` gives lower bounds for all
+schedules.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ class Hop:
 
     Args:
         medium: Hops with the same medium wait for each other.
-        busy_seconds: Seconds for which the hop occupies the medium.
+        busy_seconds: Seconds of the hop on the medium.
         latency_seconds: Additional seconds until the data arrives.
     """
 
@@ -43,11 +44,11 @@ class Hop:
 
 
 HERE = -1
-"""The route of a micro-batch through a stage that the coordinator runs in its own actions."""
+"""The entry of a micro-batch at a stage if the coordinator runs it in its own actions."""
 
 
 def busy_seconds_of_media(hops: Iterable[Hop]) -> dict[str, float]:
-    """The seconds for which one micro-batch occupies each medium."""
+    """The seconds of one micro-batch on each medium."""
     busy: dict[str, float] = {}
     for hop in hops:
         busy[hop.medium] = busy.get(hop.medium, 0.0) + hop.busy_seconds
@@ -56,7 +57,7 @@ def busy_seconds_of_media(hops: Iterable[Hop]) -> dict[str, float]:
 
 @dataclass(frozen=True)
 class Replicas:
-    """What a pipeline with replicas has beside a line.
+    """The additional parts of a pipeline with replicas, compared with a line.
 
     Its stages are listed with an entry for each replica; "entry" is an index of this list.
 
@@ -64,11 +65,10 @@ class Replicas:
         numbers: For each entry the number of its stage: 0 for the coordinator's part, then from 1
             on in the order of the layers. Replicas have the same number.
         shares: For each entry how many micro-batches of a round it runs.
-        forward_hops: Each hop of activations, by the entries at its two ends. Where the coordinator
-            is at an end, that is entry 0, also if it has a replica there.
+        forward_hops: Each hop of activations, by the entries at its two ends. The coordinator is
+            entry 0 at an end, also with a replica there.
         backward_hops: Each hop of gradients, likewise.
-        exchange_seconds: Seconds behind the last backward for which replicas exchange gradients and
-            weights.
+        exchange_seconds: Seconds of the exchange of gradients and weights, after the last backward.
     """
 
     numbers: Sequence[int]
@@ -84,7 +84,7 @@ class Pipeline:
 
     Args:
         stages: The coordinator's part before the workers' layers, then the workers.
-        loss_seconds: The coordinator's part behind the workers, forward and backward: its last
+        loss_seconds: The coordinator's part after the workers, forward and backward: its last
             layers, the head and the loss.
         forward_hops: The hop from each stage to the next; the last leads to the coordinator. Empty
             with ``replicas``.
@@ -96,11 +96,11 @@ class Pipeline:
             `starts_first_with`.
         max_started: The bound of the plan for the coordinator; None for ``max_in_flight``.
         processes: The number of each stage's process, as `Placement` numbers them; left out, each
-            stage has a process of its own. A hop between two stages of one process takes no time.
+            stage has a process of its own. A hop between two stages of one process takes 0 seconds.
         replicas: Which entries of ``stages`` are replicas, and the hops between them; None in a
             line. Only an entry of the first or the last stage may have process 0.
-        num_batches: The batches of the window, which have equally many micro-batches. A batch
-            begins when all losses of the batch before it are there; backwards need not have ended.
+        num_batches: The batches of the window, with equally many micro-batches. A batch begins
+            after all losses of the batch before it; backwards may still run.
         loss_backward_seconds: The backward in ``loss_seconds``.
         loss_waits: Whether this backward waits between two batches until the next one has begun.
 
@@ -166,8 +166,8 @@ class Pipeline:
 
     @property
     def least_seconds_of_losses(self) -> float:
-        """The coordinator's seconds until all losses of a batch are there, without a backward that
-        waits for the next batch."""
+        """The coordinator's seconds for all losses of a batch, without a backward that waits for
+        the next batch."""
         later = self.loss_backward_seconds if self.loss_waits else 0.0
         return self.microbatches_of_batch * self.loss_seconds - later
 
@@ -178,17 +178,17 @@ class Pipeline:
 
     @cached_property
     def num_stages(self) -> int:
-        """The number of stages, replicas of one counted once."""
+        """The number of stages; replicas count once."""
         return len(self.stages) if self.replicas is None else max(self.replicas.numbers) + 1
 
     def limit(self, process: int) -> int:
-        """The most micro-batches that a process may have in flight."""
+        """The most micro-batches in flight on a process."""
         if process == 0 and self.max_started is not None:
             return self.max_started
         return self.max_in_flight
 
     def sums(self, of_stages: Sequence[float]) -> list[float]:
-        """The sum of a number of each stage over the stages of each process."""
+        """For each process, the sum of ``of_stages`` over its stages."""
         found = [0.0] * self.num_processes
         for process, number in zip(self.process_of, of_stages, strict=True):
             found[process] += number
@@ -201,7 +201,7 @@ class Pipeline:
 
     @cached_property
     def hosted(self) -> int | None:
-        """The stage of which the coordinator is a replica."""
+        """The number of the stage with the coordinator as a replica."""
         if self.replicas is None:
             return None
         pairs = zip(self.process_of, self.replicas.numbers, strict=True)
@@ -209,8 +209,8 @@ class Pipeline:
 
     @cached_property
     def entries(self) -> Sequence[Sequence[int]]:
-        """For each stage the index in ``stages`` of who runs each micro-batch; `HERE` for those of
-        a stage that the coordinator runs inside its own actions."""
+        """For each stage the entry of each micro-batch; `HERE` if the coordinator runs it inside
+        its own actions."""
         if self.replicas is None:
             return [_same(index, self.num_microbatches) for index in range(len(self.stages))]
         found = []
@@ -244,12 +244,12 @@ class Pipeline:
 
     @cached_property
     def own_times(self) -> StageTimes:
-        """The coordinator's replica of a stage; without time if there is none."""
+        """The times of the coordinator's replica of a stage; 0 without one."""
         return StageTimes(0, 0) if self.hosted is None else self.stages[self._hosted_entry]
 
     @cached_property
     def hops(self) -> tuple[Mapping[tuple[int, int], Hop], Mapping[tuple[int, int], Hop]]:
-        """The hops of activations and those of gradients, by the entries at their ends."""
+        """The hops of activations and the hops of gradients, by the entries at their ends."""
         if self.replicas is not None:
             return self.replicas.forward_hops, self.replicas.backward_hops
         num = len(self.stages)
@@ -258,8 +258,8 @@ class Pipeline:
         return there, back
 
     def way(self, microbatch: int) -> tuple[int, ...]:
-        """The entries that run a micro-batch, in the order of its forward, the coordinator's first
-        one included."""
+        """The entries of a micro-batch in the order of its forward, with the coordinator's first
+        one."""
         found = (row[microbatch] for row in self.entries)
         return tuple(entry for entry in found if entry != HERE)
 
@@ -270,7 +270,7 @@ class Pipeline:
 
     @property
     def media_seconds(self) -> dict[str, float]:
-        """The mean seconds for which a micro-batch occupies each medium."""
+        """The mean seconds of a micro-batch on each medium."""
         if self.replicas is None:
             return busy_seconds_of_media([*self.forward_hops, *self.backward_hops])
         found: dict[str, float] = {}
@@ -289,7 +289,7 @@ class Pipeline:
 
     @property
     def exchange_seconds(self) -> float:
-        """Seconds behind the last backward for which replicas exchange gradients and weights."""
+        """Seconds of the exchange of gradients and weights, after the last backward."""
         return 0.0 if self.replicas is None else self.replicas.exchange_seconds
 
 
@@ -322,7 +322,7 @@ class Speed:
     Args:
         layer_seconds: Forward and backward of one layer for one micro-batch.
         fixed_seconds: Other work for each micro-batch, such as the coordinator's ends.
-        most_layers: Number of layers that fit into the memory.
+        most_layers: The most layers that fit into its memory.
     """
 
     layer_seconds: float

@@ -1,14 +1,14 @@
-"""A quick estimate of the step of teams, for searches that compare thousands of plans.
+"""A quick estimate of the step of teams, for searches over thousands of plans.
 
 Every process is busy with its own micro-batches, and idle while the first one comes to it and the
 last one goes on from it:
 
     step = busy seconds of a process + seconds of one micro-batch everywhere else + exchange
 
-The estimate takes the process for which that is longest. Few micro-batches in flight make
-processes wait for more; the root of both squares is near what simulations of random teams show. An
-estimate takes a part of a millisecond, and a simulation tens of them. It knows memory as the tables
-of teams do, for layers of a mean cost; tables and simulator have the last word.
+The estimate takes the process with the longest sum. With few micro-batches in flight processes also
+wait for more; the root of both squares is close to simulations of random teams. An estimate takes a
+part of a millisecond, a simulation tens of milliseconds. It counts memory like the tables of teams,
+for stages from layer 0 on; tables and simulator have the last word.
 """
 
 from __future__ import annotations
@@ -37,7 +37,8 @@ class Outline:
 
     Args:
         teams: The workers of each stage.
-        counts: The layers of the coordinator in front, of each team, and of the coordinator behind.
+        counts: The layers of the coordinator in front, of each team, and of the coordinator after
+            them.
         micro_batches: Pieces of all batches of the window.
         in_flight: The most micro-batches in flight.
         embedding_left: Whether the first team has the embedding.
@@ -87,7 +88,7 @@ class _Column:
     usable_bytes: float
 
     def fits(self, layers: int, part: float, in_flight: int) -> bool:
-        """Whether so many layers fit, with a part of the optimizer."""
+        """Whether this many layers fit, with a part of the optimizer."""
         need = self.held_bytes[layers] + self.optimizer_bytes[layers] * part
         if part < 1:
             need += self.exchanged_bytes[layers]
@@ -160,15 +161,15 @@ class Estimates:
             (count - 1) * slowest_hop,
             *(each.busy - each.passing for each in found),
         )
-        # Losses come in order, so a micro-batch that is slow to come back holds up those behind it.
+        # Losses come in order, so a micro-batch that returns late holds up later ones.
         held_up = max(each.longest - each.passing for each in found)
         rounds = count / most_started(outline.in_flight, outline.embedding_left)
         waiting = max(0.0, rounds * (chain + held_up) - chain)
         return chain + math.hypot(busy, waiting) + max(each.behind for each in found)
 
     def counts_by_speed(self, outline: Outline) -> tuple[int, ...] | None:
-        """Numbers of layers with which teams are about as fast, as the field of an outline; None
-        if they hold too few. The coordinator has none."""
+        """Numbers of layers for about equally fast teams, as the field of an outline; None if their
+        memory is too small. The coordinator has 0."""
         num_layers, teams = self._costs.num_layers, outline.teams
         if len(teams) > num_layers:
             return None
@@ -191,7 +192,7 @@ class Estimates:
     def team_seconds(
         self, team: tuple[str, ...], layers: int, outline: Outline, has_embedding: bool
     ) -> TeamSeconds:
-        """A team with so many layers; infinite if they do not fit."""
+        """A team with this many layers; infinite if they do not fit."""
         count, in_flight = outline.micro_batches, outline.in_flight
         key = (team, layers, count, in_flight, has_embedding, outline.embedding_left)
         if key not in self._teams:
@@ -201,7 +202,7 @@ class Estimates:
     def _made(
         self, team: tuple[str, ...], layers: int, outline: Outline, has_embedding: bool
     ) -> TeamSeconds:
-        """The team with the first way that is open to all its workers and fits them."""
+        """The team with the first way that all its workers can run in their memory."""
         if len(team) > outline.micro_batches or layers > self._costs.num_layers:
             return NOT_FITTING
         columns = [self._columns_of(name, outline.micro_batches, has_embedding) for name in team]
@@ -243,7 +244,7 @@ class Estimates:
     def _hop_seconds(
         self, one: tuple[str, ...], other: tuple[str, ...], micro_batches: int, only_ids: bool
     ) -> float:
-        """The mean seconds of a micro-batch from one team to the next one, and back."""
+        """The mean seconds of a micro-batch from one team to the next, and back."""
         key = (one, other, micro_batches, only_ids)
         if key not in self._hops:
             costs = self._costs
@@ -263,10 +264,10 @@ class Estimates:
 
 
 def dealt(seconds: Sequence[float], count: int) -> list[int]:
-    """Shares of ``count`` micro-batches, of which each replica has one or more, so that the slowest
-    one ends as early as possible; as `whole_counts`, for a few numbers."""
+    """Shares of ``count`` micro-batches, at least one for each replica, so that the slowest one
+    ends as early as possible; as `whole_counts`, for a few numbers."""
     each = [max(one, _INSTANT) for one in seconds]
-    # Where all would end together, rounded down, so that few are left to deal one by one.
+    # If all ended together, rounded down, so that few are left to deal one by one.
     end = count / sum(1 / one for one in each)
     shares = [max(1, int(end / one) - 1) for one in each]
     if sum(shares) > count:

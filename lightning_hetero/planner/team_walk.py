@@ -1,8 +1,8 @@
 """The walk: random small changes of teams, for clusters with too many workers to try every change.
 
-The walk begins with teams of several numbers, changes a little at a time, and keeps a change if the
+The walk begins with different numbers of teams, makes small changes, and keeps a change if the
 estimated step is shorter, at first also if it is slightly longer. Then it makes the best outlines
-into candidates, and goes on from the best of these with the simulator as the judge of each change.
+into candidates, and goes on from the best candidate with the simulator as the judge of each change.
 The draws begin with a fixed seed, so one profile has one plan.
 """
 
@@ -23,27 +23,27 @@ from .replica_teams import Tables
 from .team_estimate import Estimates, Outline
 
 LAYERS_MOVED = (1, 1, 1, 2, 2, 4, 8)
-"""Numbers of layers that a change moves, each as likely as it is often here."""
+"""Numbers of layers that a change moves; more frequent numbers are more likely."""
 
 FLIGHTS = (0.5, 0.75, 0.9, 1.1, 1.5, 2)
 """Factors by which a change multiplies the micro-batches in flight."""
 
 PRICE_OF_WORKERS = 0.02
-"""Share of the step that all workers together must save; each has as large a part of it."""
+"""Share of the step that all workers together must save, each an equal part."""
 
 
 class Steps(NamedTuple):
     """How far a walk goes.
 
     Args:
-        first: Changes of each outline to begin with.
-        more: Changes of each of the best ones.
-        kept: How many of the best ones go on.
+        first: Changes of each outline at the beginning.
+        more: Changes of each of the best outlines.
+        kept: How many of the best outlines go on.
         last: Changes of the best candidate.
-        played: The fewest of these that are simulated, if so many are worth it.
-        passed: How often, for each worker, micro-batches pass stages in all that are simulated:
-            many short steps take as long as few long ones.
-        passed_by_many: The same for all workers together, if they are more than `MANY_WORKERS`.
+        played: The least number of simulations, if enough changes are worth it.
+        passed: The least number, for each worker, of passes of a micro-batch through a stage in all
+            simulations: many short steps take as long as few long ones.
+        passed_by_many: The same for more than `MANY_WORKERS` workers, all together.
     """
 
     first: int = 100
@@ -56,13 +56,13 @@ class Steps(NamedTuple):
 
 
 MANY_WORKERS = 32
-"""Up to so many workers, planning takes seconds; beyond, a minute is allowed."""
+"""Up to this many workers, planning takes seconds; beyond, a minute is allowed."""
 
 WARMTH = 0.02
 """Share of the step by which a change may make the estimate longer at the beginning of a walk."""
 
 NEAR = 1.05
-"""How much longer than that of the best candidate the estimate of a simulated change may be."""
+"""Factor by which the estimate of a simulated change may be longer than the best candidate's."""
 
 Ordered = Callable[[Iterable[str]], tuple[str, ...]]
 
@@ -93,10 +93,10 @@ class TeamWalk:
         self._price = PRICE_OF_WORKERS / max(1, len(self.by_speed))
 
     def best(self, starts: Sequence[Candidate]) -> Candidate | None:
-        """The best candidate that was found; None if none fits.
+        """The best candidate found; None without one that fits.
 
         Args:
-            starts: Candidates to begin with, beside the walk's own.
+            starts: Candidates to begin with, besides the walk's own.
         """
         outlines = [*map(_outline_of, starts), *(self._first() if self.may_replicate else [])]
         walked = [self._walked(outline, self.steps.first) for outline in outlines]
@@ -109,13 +109,13 @@ class TeamWalk:
         return self._played(min(found, key=step_of))
 
     def _cost(self, outline: Outline) -> float:
-        """The estimated step, and the price of its workers."""
+        """The estimated step plus the price of its workers."""
         seconds = self._estimates.step_seconds(outline)
         return seconds * (1 + self._price * len(outline.workers))
 
     def _first(self) -> Iterator[Outline]:
-        """Teams of several numbers, which are about as fast: of workers with about as much memory,
-        and of workers that are dealt by speed."""
+        """Different numbers of about equally fast teams: of workers with similar memory, and of
+        workers dealt by speed."""
         memory = {each.name: each.memory_bytes for each in self.tables.costs.profile.devices}
         by_memory = sorted(self.by_speed, key=lambda name: memory[name])
         most, num = min(len(self.by_speed), self.tables.costs.num_layers), 1
@@ -133,8 +133,8 @@ class TeamWalk:
             num = max(num + 1, num * 3 // 2)
 
     def _split(self, teams: tuple[tuple[str, ...], ...], pieces: int) -> Outline | None:
-        """These teams with layers by speed and memory, and with as many in flight as fit; None if
-        they hold too few layers."""
+        """These teams with layers by speed and memory, and with the most micro-batches in flight
+        for their memory; None if it is too small."""
         for in_flight in dict.fromkeys([pieces, min(2 * len(teams) + 2, pieces), 1]):
             empty = Outline(teams, (0, *[0] * len(teams), 0), pieces, in_flight)
             counts = self._estimates.counts_by_speed(empty)
@@ -143,7 +143,7 @@ class TeamWalk:
         return None
 
     def _walked(self, best: Outline, num: int) -> Outline:
-        """The best outline on a walk of so many changes."""
+        """The best outline on a walk of this many changes."""
         here, least = best, self._cost(best)
         seconds = least
         for number in range(num):
@@ -192,7 +192,7 @@ class TeamWalk:
         return [found] if found.least_seconds < below else []
 
     def _changed(self, outline: Outline) -> Outline | None:
-        """The outline with one change; None if the one that was drawn is not possible."""
+        """The outline with one random change; None if this change is not possible."""
         changes = (
             self._with_moved_layers,
             self._with_moved_layers,
@@ -209,7 +209,8 @@ class TeamWalk:
         return found if found is not None and self._is_possible(found) else None
 
     def _is_possible(self, outline: Outline) -> bool:
-        """Whether each team has layers, one process the first one, and each pin what it asks."""
+        """Whether each team has layers, the embedding is at the first layer, and `may_replicate`
+        and the pins hold."""
         front, *of_teams, behind = outline.counts
         if min(of_teams) < 1 or min(front, behind) < 0 or outline.embedding_left and front:
             return False
@@ -228,7 +229,7 @@ class TeamWalk:
         return Arrangement(self.tables, outline.teams, pieces, left)
 
     def _slowest(self, outline: Outline) -> int:
-        """The index of the team that is busy longest."""
+        """The index of the busiest team."""
         counts = outline.counts[1:-1]
         busy = [
             self._estimates.team_seconds(
@@ -331,7 +332,7 @@ class TeamWalk:
     def _with_teams(
         outline: Outline, teams: Iterable[tuple[str, ...]], counts: list[int]
     ) -> Outline | None:
-        """The outline with other teams; a team without workers gives its layers to another one."""
+        """The outline with other teams; a team without workers gives its layers to another."""
         found, kept = [], [counts[0]]
         spare = 0
         for team, layers in zip(teams, counts[1:-1], strict=True):

@@ -37,16 +37,16 @@ from .solver import Solution
 from .step_model import Hop, Speed
 
 NO_GAIN = 1.005
-"""A plan that is faster than the best single device by less than this factor gains nothing."""
+"""A plan must be faster than the best single device by more than this factor to count as a gain."""
 
 MOST_TRIED = 8
-"""Devices for which advice compares plans with and without them; each takes a search."""
+"""The most devices for which advice compares plans with and without them; each takes a search."""
 
 BY_SPEEDS = "the speeds of all devices"
 BY_MEMORY = "the speeds and the memory of all devices"
 BY_PIPELINE = "this plan's stages, with the time to fill and drain the pipeline,"
 
-# Bounds that differ by less than this share are the same bound.
+# Bounds with a smaller relative difference are the same bound.
 _ALIKE = 0.001
 _A_MILLION = 1_000_000
 
@@ -59,7 +59,7 @@ class Advice:
 
     Args:
         kind: Its subject.
-        worker: The worker, or the coordinator, that it concerns.
+        worker: The worker or the coordinator.
         text: The advice as a sentence.
     """
 
@@ -73,14 +73,14 @@ class StageVerdict:
     """The predicted numbers of one stage.
 
     Args:
-        device: The worker that holds the stage, or the coordinator.
+        device: The worker with the stage, or the coordinator.
         layers: Half-open range of layers.
         option: The dtype of its multiplications, and whether the stage recomputes.
-        needed_bytes: The memory that all stages of the process need.
+        needed_bytes: The memory need of all stages of the process.
         forward_seconds: Forward of one micro-batch, including the embedding if the stage has it.
         backward_seconds: Backward of one micro-batch; the coordinator's includes head and loss.
-        link_seconds: Seconds for which its activation and gradient of one micro-batch travel.
-        busy_share: The share of the step for which the process computes.
+        link_seconds: Travel of its activation and gradient of one micro-batch.
+        busy_share: The busy share of the process in the step.
         embedding: Whether the stage is on a worker and has the embedding.
         is_another: Whether the process also has a stage before this one.
         share: How many micro-batches of a round it runs, and the round, if the stage has replicas.
@@ -101,7 +101,7 @@ class StageVerdict:
 
 @dataclass(frozen=True)
 class Bound:
-    """Tokens per second that no plan can exceed, and what limits them."""
+    """An upper bound of the tokens per second, and its cause."""
 
     name: str
     tokens_per_second: float
@@ -115,20 +115,20 @@ class Verdict:
         candidate: The plan, with the simulated step.
         stages: The stages in the order of the layers.
         bounds: Bounds of the speed; the first holds for any plan on these devices.
-        best_single: Name and tokens per second of the fastest device that can hold all layers;
-            None if no device can.
+        best_single: Name and tokens per second of the fastest device with memory for all layers, if
+            there is one.
         advice: Sentences for the user.
-        assumed_links: Number of links of the plan that were not measured in both directions.
+        assumed_links: Number of links of the plan with an unmeasured direction.
         no_gain: Why more machines are not faster than the best single device; empty if they are.
         experts: Why the experts of a mixture are apart or not; empty without halves of a mixture.
-        at_once: The plan for several batches that come as one, if that is faster than any plan for
-            the batches as they come.
-        script: The worker that is faster than the best single device if the script runs there, and
+        at_once: A plan for several batches as one, if it is faster than the plan for the batches as
+            they come.
+        script: A worker that is faster than the best single device if the script runs there, and
             its tokens per second.
-        safe_seconds: The step in the safe mode, ``micro_batching="boundary"``; None if that is not
+        safe_seconds: The step in the safe mode, ``micro_batching="boundary"``; None if it is not
             predicted.
-        replicas: What replicas cost on these links, and why they are taken or not; empty without
-            workers, or if nothing trains.
+        replicas: The cost of replicas on these links, and why they are taken or not; empty without
+            workers or trainable parameters.
     """
 
     candidate: Candidate
@@ -151,7 +151,7 @@ class Verdict:
 
 
 def judge(solution: Solution) -> Verdict:
-    """The verdict on the solver's choice, compared with what its search finds for other devices."""
+    """The verdict on the solver's choice, compared with the search's plans for other devices."""
     candidate, search = solution.chosen, solution.search
     bounds, single = _bounds(candidate, search), _best_single(search)
     no_gain = "" if single is None else _why_no_gain(candidate, search, single, bounds)
@@ -174,7 +174,7 @@ def judge(solution: Solution) -> Verdict:
 
 
 def _with_script(search: Search, single: Candidate | None) -> tuple[str, float] | None:
-    """The worker that is faster than the best single device if the script runs there."""
+    """The fastest worker with the script, if it is faster than the best single device."""
     found = fastest_with_script(search)
     if found is None:
         return None
@@ -188,14 +188,14 @@ def _tokens(candidate: Candidate) -> int:
 
 
 def tokens_per_second(candidate: Candidate) -> float:
-    """The speed of a candidate; infinite where nothing takes time."""
+    """The speed of a candidate; infinite if its step takes 0 seconds."""
     seconds = candidate.step_seconds
     return _tokens(candidate) / seconds if seconds > 0 else math.inf
 
 
 def _stages(candidate: Candidate) -> list[StageVerdict]:
-    """The seats, where the coordinator has two entries only if it has layers at both ends. Without
-    layers, its entry is where the embedding is, or, if that is on a worker, where the head is."""
+    """The seats; the coordinator has two entries only with layers at both ends. Without layers, its
+    entry is at the embedding, or at the head if a worker has the embedding."""
     last = len(candidate.seats) - 1
     has_layers = [seat.num_layers > 0 for seat in candidate.seats]
     own = {0: [0], last: [last]}
@@ -210,7 +210,7 @@ def _stages(candidate: Candidate) -> list[StageVerdict]:
 
 
 def _stage(candidate: Candidate, index: int, parts: Sequence[int]) -> StageVerdict:
-    """A seat, with the ends of the model and the hops of the seats whose indices are ``parts``."""
+    """A seat, with the ends of the model and the hops of the seats with the indices ``parts``."""
     seat, pipeline = candidate.seats[index], candidate.pipeline
     forward, backward = seat.layer_seconds
     hops: list[Hop] = []
@@ -241,7 +241,7 @@ def _stage(candidate: Candidate, index: int, parts: Sequence[int]) -> StageVerdi
 
 
 def _longest_from(hops: Mapping[tuple[int, int], Hop], entry: int) -> list[Hop]:
-    """The longest hop that leaves an entry, to any replica; none from a process to itself."""
+    """The longest hop from an entry, to any replica; empty without hops."""
     found = [hop for (source, _), hop in hops.items() if source == entry]
     return [max(found, key=lambda hop: hop.busy_seconds + hop.latency_seconds)] if found else []
 
@@ -254,7 +254,7 @@ def _share(candidate: Candidate, seat: Seat) -> tuple[int, int] | None:
 
 
 def _about_replicas(candidate: Candidate, search: Search) -> str:
-    """What replicas cost on these links, and why they are taken or not, as a sentence."""
+    """The cost of replicas on these links, and why they are taken or not, as a sentence."""
     if candidate.has_replicas:
         count = max(candidate.gradient_bytes_of_teams)
         exchanged = (
@@ -317,7 +317,7 @@ def _least_step(candidate: Candidate, search: Search, with_memory: bool) -> floa
 
 
 def _best_single(search: Search) -> Candidate | None:
-    """The best candidate with all layers on one device; None if no device holds them."""
+    """The best candidate with all layers on one device, if one has the memory."""
     tried = [search.best_alone(name) for name in (COORDINATOR, *search.one_of_each())]
     found = [single for single in tried if single is not None]
     return min(found, key=lambda single: single.step_seconds, default=None)
@@ -326,7 +326,7 @@ def _best_single(search: Search) -> Candidate | None:
 def _why_no_gain(
     candidate: Candidate, search: Search, single: Candidate, bounds: Sequence[Bound]
 ) -> str:
-    """Which bound keeps more machines from being faster; empty if the plan is faster."""
+    """Why more machines are not faster, as part of a sentence; empty if the plan is faster."""
     single_rate = tokens_per_second(single)
     if not math.isfinite(single_rate) or tokens_per_second(candidate) > single_rate * NO_GAIN:
         return ""
@@ -354,7 +354,7 @@ def _kinds(search: Search, workers: Sequence[str]) -> list[str]:
 
 
 def _held_up_by(spread: Candidate) -> str:
-    """What makes a plan over more machines slow."""
+    """Why a plan over more machines is slow."""
     media, workers = spread.busy_seconds_of_media, " and ".join(spread.workers)
     slowest = max(media, key=lambda medium: media[medium], default="")
     if slowest and media[slowest] > spread.bottleneck_seconds:
@@ -376,7 +376,7 @@ def _assumed_links(candidate: Candidate) -> int:
 
 
 def advise(candidate: Candidate, search: Search) -> list[Advice]:
-    """All advice on a candidate; stages that do not fit exclude other advice."""
+    """All advice on a candidate; if it does not fit, only advice on the shortages."""
     unfit = [Advice("does not fit", short.name, short.text) for short in shortages(candidate)]
     if unfit:
         return unfit
@@ -457,7 +457,7 @@ def _slow_links(candidate: Candidate) -> Iterator[Advice]:
 
 
 def _slowest_medium(candidate: Candidate) -> tuple[str, float]:
-    """The link or medium that a micro-batch occupies longest, and its seconds."""
+    """The link or medium with the longest seconds of a micro-batch, and these seconds."""
     media = candidate.busy_seconds_of_media
     return max(media.items(), key=lambda item: item[1], default=("", 0.0))
 
@@ -466,7 +466,7 @@ _LEAST_WIDTH_OF_FILES = 120
 
 
 def show(answer: RenderableType, console_class: type[Console] = Console) -> None:
-    """Print tables and sentences; a file or a pipe takes words that a terminal would fold."""
+    """Print tables and sentences; a file or a pipe gets lines of at least 120 columns."""
     console = console_class()
     if not console.is_terminal:
         console = console_class(width=max(console.width, _LEAST_WIDTH_OF_FILES))
@@ -475,7 +475,7 @@ def show(answer: RenderableType, console_class: type[Console] = Console) -> None
 
 def render(verdict: Verdict) -> RenderableType:
     """The verdict as a table and sentences, for a terminal."""
-    # A narrow terminal folds what it cannot show, and cuts no name.
+    # A narrow terminal folds long cells, so names stay whole.
     columns = [Column(name, overflow="fold") for name in COLUMNS]
     table = Table(*columns, box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
     embedding_is_here = not any(stage.embedding for stage in verdict.stages)
@@ -516,7 +516,7 @@ def bottleneck(candidate: Candidate) -> str:
 
 
 def running_costs(candidate: Candidate) -> list[str]:
-    """Money and energy for a million tokens, for devices whose price or watts the profile has."""
+    """Money and energy for a million tokens, for devices with a price or watts in the profile."""
     devices = [candidate.costs.profile.device(name) for name in candidate.processes]
     hours = _A_MILLION * candidate.step_seconds / 3600 / _tokens(candidate)
     lines = []
@@ -535,7 +535,7 @@ def running_costs(candidate: Candidate) -> list[str]:
 def _sum_of(
     devices: Sequence[DeviceProfile], amount_of: Callable[[DeviceProfile], float | None]
 ) -> tuple[float | None, str]:
-    """The sum over the devices that have an amount, and a clause that names the others."""
+    """The sum over the devices with an amount, and a clause with the names of the others."""
     known = [amount for device in devices if (amount := amount_of(device)) is not None]
     if not known:
         return None, ""
@@ -565,7 +565,7 @@ def _pieces(candidate: Candidate) -> str:
 
 
 def _bound_lines(verdict: Verdict) -> Iterator[str]:
-    """A line for each bound that says more than the bound before it; links have their own."""
+    """A line for each bound lower than the bound before it; links have lines of their own."""
     before = math.inf
     for bound in verdict.bounds:
         rate = bound.tokens_per_second
@@ -616,7 +616,7 @@ def _script(verdict: Verdict) -> Iterator[str]:
 
 
 def _safe_mode(verdict: Verdict) -> Iterator[str]:
-    """What a step takes where `training_step` sees whole batches."""
+    """The step in the safe mode, compared with this plan's."""
     seconds, candidate = verdict.safe_seconds, verdict.candidate
     if seconds is None:
         return

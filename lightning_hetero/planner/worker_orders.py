@@ -1,4 +1,4 @@
-"""Orders of workers with which a search begins, and which workers are alike."""
+"""Orders of workers for the start of a search, and the classes of interchangeable workers."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ MOST_WORKERS_CHAINED = 10
 
 
 class Orders:
-    """Orders of workers with which the search begins.
+    """Orders of workers for the start of a search.
 
     Args:
         costs: The costs of devices and links.
@@ -28,8 +28,8 @@ class Orders:
         self.slowest_first = sorted(self.by_speed, key=lambda name: -self._seconds[name])
 
     def ordered(self, names: Iterable[str]) -> tuple[str, ...]:
-        """The workers of a team, the slowest first, and the coordinator last. The first of replicas
-        has the first of their turns, and a slow one should not have the last of them."""
+        """The processes of a team, the slowest worker first, and the coordinator last. The first
+        replica has the first turn, and a slow one should not have the last."""
         members = {*names}
         known = [name for name in self.slowest_first if name in members]
         return (*known, *([COORDINATOR] if COORDINATOR in members else []))
@@ -58,13 +58,14 @@ class Orders:
         return order
 
     def _free_layers(self) -> tuple[int, int]:
-        """The layers that no pin gives to the coordinator."""
+        """The layers without the coordinator's pin."""
         num_layers = len(self._costs.profile.model.layers)
         start, end = self._costs.pins.get(COORDINATOR, (0, 0))
         return (end, num_layers) if start == 0 else (0, start)
 
     def _filled(self, num_layers: Sequence[int], free: Sequence[str]) -> list[list[str]]:
-        """Distribute free devices over gaps of layers: each goes where most layers are left."""
+        """Distribute free devices over gaps of layers: each goes to the gap with most layers
+        left."""
         left = [float(count) for count in num_layers]
         gaps: list[list[str]] = [[] for _ in left]
         speeds = {name: 1 / max(self._seconds[name], 1e-12) for name in free}
