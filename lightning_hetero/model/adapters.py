@@ -205,8 +205,8 @@ def _matched(patterns: Mapping[str, Any], names: Sequence[str]) -> dict[str, Any
 
 
 def _check_are_injected(layers: Sequence[nn.Module]) -> None:
-    """Refuse modules of PEFT that stand in for others without being layers of it, such as for
-    `AdaptionPromptConfig`: a config cannot inject them."""
+    """Refuse modules of PEFT that stand in for others without being layers of it, such as the
+    modules of `AdaptionPromptConfig`: a config cannot inject them."""
     waiting = [*layers]
     while waiting:
         module = waiting.pop()

@@ -57,7 +57,7 @@ _TORCH_FUNCTIONS = {functional.__name__: _FUNCTIONAL, torch.__name__: _OPERATION
 
 
 class ImportPath(msgspec.Struct, frozen=True):
-    """The module of the definition of a class or function, and its name there."""
+    """The module that defines a class or function, and its name there."""
 
     module: str
     qualname: str

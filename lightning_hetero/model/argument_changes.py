@@ -174,7 +174,7 @@ class GivenArguments:
 
 
 def check_entered(entered: Iterable[Stamp]) -> None:
-    """Refuse layers if they have changed tensors from outside in place.
+    """Refuse layers if they have changed received tensors in place.
 
     Args:
         entered: The tensors before the layers ran.

@@ -83,7 +83,7 @@ class DictionaryTable(msgspec.Struct, frozen=True, tag="table"):
 
 
 class Text(msgspec.Struct, frozen=True, tag="text"):
-    """A dtype, a float outside of JSON, or a complex number, as text."""
+    """A dtype, a float that JSON lacks, or a complex number, as text."""
 
     kind: Literal["dtype", "float", "complex"]
     text: str
@@ -402,7 +402,8 @@ def noted_path(thing: Any, what: str, where: str, paths: set[ImportPath]) -> Imp
 def is_loose(value: Any) -> TypeGuard[nn.Module]:
     """Whether a value is a module of torch, and a worker can make it without its parent.
 
-    An active dropout does not count: without a parent, it would not follow training and evaluation.
+    Modules with random draws (an active dropout, RReLU) do not count: without a parent, they would
+    not follow training and evaluation.
     """
     if not isinstance(value, nn.Module) or not type(value).__module__.startswith("torch.nn."):
         return False
@@ -721,8 +722,7 @@ def _qualname(closure: Closure) -> str:
 
 
 def _object_class(path: ImportPath, allowed: Allowed) -> Any:
-    """A class of an allowed package; plain objects are never of torch's own classes, open to
-    all."""
+    """A class of an allowed package: torch's own classes, open to all, have no plain objects."""
     if path.is_of_torch:
         raise ModelError(f"The recipe has an object of {path}, and workers make none of torch's.")
     return find_class(allowed, path, object, "class")

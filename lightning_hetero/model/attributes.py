@@ -293,7 +293,7 @@ class _Seen:
         self.inside: dict[int, Snapshot] = {}
         self._modules = [*modules.values()]
         self._kinds = [*map(type, self._modules)]
-        # What cannot grow, and where each object is in it.
+        # Dictionaries that cannot grow, and the place of each object in them.
         whole: list[dict[str, Any]] = []
         places: list[tuple[dict[str, Any], str, Any]] = []
         tables: list[dict[str, Any]] = []

@@ -4,7 +4,7 @@ A forward of transformers with ``output_<kind>=True`` opens a collector, and hoo
 append to the collector's list of this kind. For layers on workers, the worker opens a collector of
 its own, and the coordinator appends the worker's outputs to the model's.
 
-Only this module uses these private names of transformers.
+Only this module uses the private names of transformers for this.
 """
 
 from __future__ import annotations
@@ -74,8 +74,8 @@ def collecting(kinds: Sequence[str]) -> Iterator[Callable[[], list[tuple[str, Te
     """Collect outputs of these kinds from the layers run within the block.
 
     Yields:
-        A function for the outputs, kind by kind and each in the order of the layers. It raises a
-        `ModelError` if an output is not a tensor.
+        A function that returns the outputs, kind by kind and each in the order of the layers. It
+        raises a `ModelError` if an output is not a tensor.
     """
     # The first entry keeps the hook from adding the input of the first layer that it sees.
     collector: dict[str, list[Any]] = {kind: [None] for kind in kinds}

@@ -5,7 +5,7 @@
     in the model                              …experts.gate_up_proj
 
 Opening a checkpoint reads the headers of its files and finds the origin of each tensor of the
-model. Reading a tensor opens its files, and does not cache.
+model. Reading a tensor opens its files, without a cache.
 """
 
 from __future__ import annotations
@@ -137,7 +137,7 @@ def loading(entries: Iterable[StoredTensor]) -> Iterator[Callable[[StoredTensor]
     """Open the files of tensors and their states once each, since opening reads a whole header.
 
     Yields:
-        A function to read an entry.
+        A function that reads an entry.
     """
     parts = (part for entry in entries for part in (entry, *entry.companions.values()))
     names = dict.fromkeys(part.file for part in parts)

@@ -55,7 +55,7 @@ def uncompile(root: nn.Module, layers: Iterable[nn.Module]) -> list[Callable[[],
 
 
 class _Uncompiled(ForwardOverride):
-    """The ``forward`` of a wrapper, as a plain call of its layer."""
+    """The ``forward`` of a wrapper that calls its layer as it is."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self.module.get_submodule(_CHILD)(*args, **kwargs)

@@ -1,7 +1,7 @@
 """4-bit weights of bitsandbytes: describe them, split them for the wire, rebuild them elsewhere.
 
 A tensor in 4 bits is packed bytes and a state: the scales of its blocks, its code book and more.
-bitsandbytes keeps one in two places: as the weight of a `Linear4bit`, and as a parameter behind a
+bitsandbytes keeps one in two places: as the weight of a `Linear4bit`, and as a parameter with a
 parametrization, for the experts of a mixture:
 
     q_proj                                weight      state in weight.quant_state

@@ -38,7 +38,7 @@ _COLLECTING = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 def cut_layers(layers: Sequence[DecoderLayer]) -> list[DecoderLayer]:
     """Cut each layer in two; the layer calls its halves until `join_layers`.
 
-    A layer still cut keeps its halves.
+    A layer that is still cut keeps its halves.
 
     Returns:
         The halves of all layers, in order.

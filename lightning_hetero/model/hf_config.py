@@ -1,9 +1,9 @@
 """Hugging Face configs as data, and configs made of data from the network.
 
     plain_config, read_config    a config as data, and back
-    check_config                 the forbidden entries of data
+    check_config                 the entries that data must not have
     check_size                   how large a model it may ask for
-    hubs_shut_off                building from a config without downloads
+    hubs_shut_off                builds from a config without downloads
 
 A config can name code and other models on a hub: transformers would download them with the token of
 the worker's owner. Such entries are left out here, and refused from others.
@@ -79,7 +79,7 @@ def plain_config(config: PretrainedConfig) -> dict[str, Any]:
 
 
 def _left_out(content: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Any]]:
-    """The left-out entries within reach of a layer, by their paths."""
+    """The left-out entries that a layer may read, by their paths."""
     for key, item in content.items() if isinstance(content, dict) else ():
         if _is_of_a_hub(key):
             if _TRAVELS_APART.fullmatch(key) is None:
@@ -216,7 +216,7 @@ def _configs_in(value: Any, seen: set[int]) -> Iterator[PretrainedConfig]:
 
 
 def _without_hubs(content: Any) -> Any:
-    """A copy of a config's data without entries for names on a hub."""
+    """A copy of a config's data without the entries that could name something on a hub."""
     if isinstance(content, list):
         return [_without_hubs(item) for item in content]
     if not isinstance(content, dict):
@@ -233,7 +233,7 @@ def _is_of_a_hub(key: str) -> bool:
 
 
 def _with_floats(content: Any) -> Any:
-    """A copy of a config's data with its floats outside of JSON."""
+    """A copy of a config's data with the floats that JSON lacks."""
     if isinstance(content, list):
         return [_with_floats(item) for item in content]
     if not isinstance(content, dict):

@@ -25,7 +25,7 @@ own, with an exchange at its end. Tensors with gradients may go along with the h
 the model or from one layer to later ones, and the model may do arithmetic with them; see
 `carried_tensors.py`.
 
-This file does not know the computing process.
+This file does not know which process computes.
 """
 
 from __future__ import annotations
@@ -536,7 +536,7 @@ def is_hollow(layer: nn.Module) -> bool:
 
 
 def remote_of(layer: nn.Module) -> RemoteTensors | None:
-    """Access to the tensors of a layer away or lost; None for an ordinary layer."""
+    """Access to the tensors of a layer that is away or lost; None for an ordinary layer."""
     forward = _hollow_forward(layer)
     return None if forward is None else forward.run.state_dicts.remote
 

@@ -26,7 +26,7 @@ from .layers import DecoderLayer, describe_layer
 from .partial_layers import in_tree
 from .state import Held
 
-# Hooks of Lightning, such as those of its profiler and its summary, observe and change nothing.
+# Hooks of Lightning, such as its profiler's and its summary's, only observe.
 _OBSERVERS = ("lightning.", "pytorch_lightning.")
 
 # Their modes observe, or make tensors on a device.
@@ -49,7 +49,7 @@ def check_shared_states(layers: Mapping[int, DecoderLayer]) -> None:
     The later layers may be on workers: the keys and values go along.
 
     Raises:
-        ModelError: With a plan for these layers.
+        ModelError: With a plan that works.
     """
     storing: dict[int, Any] = {
         number: module.config
@@ -203,7 +203,7 @@ def _methods_of(kinds: Iterable[type[nn.Module]]) -> list[tuple[type, str, Any]]
 
 
 def check_hooks_of_all_modules(is_excused: Callable[[Callable[..., Any]], bool]) -> None:
-    """Refuse torch's hooks for every module of this process.
+    """Refuse hooks that torch calls for every module of this process.
 
     Raises:
         ModelError: If the function does not excuse one of them.
@@ -261,7 +261,7 @@ def _package_of(function: Callable[..., Any]) -> str:
 
 
 def hook_away(name: str) -> ModelError:
-    """The error for a hook of a module away."""
+    """The error for a hook of a module that is away."""
     return ModelError(
         f"{name} has a hook, which would not fire on a worker. Remove the hook, or let the "
         "coordinator alone have the layer."

@@ -85,8 +85,8 @@ class Records(threading.local):
         return states
 
     def still_there(self, given: Sequence[Tensor]) -> list[PlaceholderContent]:
-        """The values for the model's use after the last layer: hidden states of layers and results
-        of arithmetic, as far as the model still has them.
+        """The tensors that the model may compute with after the last layer: hidden states given to
+        layers and results of arithmetic, as far as the model still has them.
 
         Args:
             given: The inputs of the last layer. Nearly every model still has them; it uses them
@@ -166,7 +166,7 @@ class Records(threading.local):
         return not isinstance(operand, Tensor) or not operand.is_meta
 
     def _operand(self, operand: Any, wanted: Wanted) -> Any:
-        """The form of an operand on the way to a worker."""
+        """An operand as it goes to a worker."""
         if isinstance(operand, HiddenStatesAway):
             return Carried(operand.name)
         if operand is self.sent:
@@ -210,7 +210,7 @@ class Records(threading.local):
         return Carried(name)
 
     def forms(self, call: LayerCall) -> Callable[[], dict[str, Tensor]]:
-        """A function to find the forms of a layer's carried tensors on demand."""
+        """A function that finds the forms of a layer's carried tensors on demand."""
         found = {name: self.along[name] for name in call.carried}
         return lambda: {name: form().on_meta for name, form in found.items()}
 

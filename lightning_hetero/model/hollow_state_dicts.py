@@ -97,7 +97,7 @@ class HollowStateDicts:
 
     def changed_key(self) -> str | None:
         """The key of a state dict's tensor, fetched from a worker and changed in place since, if
-        there is one. On one device such a change sets the weight itself."""
+        there is one. On one device such a change would be in the weight."""
         # A tensor without references cannot change any more; an earlier change stays.
         self._given = [
             each for each in self._given if each.alias.has_changed or each.tensor() is not None

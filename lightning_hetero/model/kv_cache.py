@@ -5,7 +5,7 @@
 
 A model reads the length of its cache for masks and positions, and passes the cache to its layers. A
 kept cache gets a number. In the place of each hollow layer's keys and values, it holds a
-`LayerAway` to count their length; the number goes to the stages with the layers' arguments.
+`LayerAway` that counts their length; the number goes to the stages with the layers' arguments.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def cache_index(layer: nn.Module) -> int | None:
 
 
 def _refusal(text: str) -> Callable[..., NoReturn]:
-    """A method to refuse every call with this text."""
+    """A method that refuses every call with this text."""
 
     def refuse(*_args: Any, **_kwargs: Any) -> NoReturn:
         raise ModelError(text)
@@ -332,7 +332,7 @@ def _check_can_be_kept(cache: Cache) -> None:
 
 
 def _counted(found: object, index: int) -> DynamicLayer:
-    """The part of a cache for a layer, if a stage can have a part with the same counting.
+    """The part of a cache for a layer, if a stage can have a part that counts the same way.
 
     Raises:
         ModelError: If a stage cannot.

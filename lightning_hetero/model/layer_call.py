@@ -70,7 +70,7 @@ class LayerCall:
         others: The positions of other tensors in it.
         arithmetic: The arithmetic after the layer, in this order.
         handed_on: The name of the next layer's hidden states; empty for the result of this layer.
-        comes_back: The names of the model's tensors besides the result; of the last layer only.
+        comes_back: The names of tensors that the model gets besides the result; last layer only.
     """
 
     layer_index: int
@@ -126,7 +126,7 @@ class LayerCall:
 
     @cached_property
     def wanted(self) -> list[str]:
-        """The names of the tensors carried to this call, each once."""
+        """The names of tensors that must have come along for this call, each once."""
         made = self.made
         names = [*self.carried, *self.operands, self.handed_on, *self.comes_back]
         return [name for name in dict.fromkeys(names) if name and name not in made]

@@ -334,7 +334,7 @@ def _links(function: FunctionType) -> Iterator[FunctionType]:
 
 
 def _home_of(function: FunctionType) -> str:
-    """The module of a function's code: `functools.wraps` copies `__module__` from another one."""
+    """The module of a function's code: `functools.wraps` changes its `__module__`."""
     return str(function.__globals__.get("__name__", ""))
 
 

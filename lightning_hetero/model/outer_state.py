@@ -1,4 +1,4 @@
-"""State of the user's own code outside of modules: attributes do not show its changes.
+"""State of the user's own code outside of modules: their attributes do not show its changes.
 
     globals · attributes of classes · enclosed variables · default arguments · the environment ·
     thread-local values
@@ -143,7 +143,7 @@ class OuterContent:
 
 
 def _content_of(value: Any) -> Callable[[], None] | None:
-    """A function to put back the content of a value; None if it cannot change in place."""
+    """A function that puts back the content of a value; None if it cannot change in place."""
     if isinstance(value, (list, deque, dict, set)):
         return partial(refill, value, value.copy())
     if isinstance(value, FunctionType):

@@ -40,7 +40,7 @@ from .state import MISSING
 _NUMBERS = frozenset({int, float, complex})
 _WORDS = frozenset({type(None), bool, str, torch.dtype})
 _LISTS = (list, tuple, set, frozenset)
-# Calls of these compute nothing of the machine.
+# Calls of these do not depend on the machine.
 _CONTAINERS = frozenset({"dict", "list", "tuple", "set", "frozenset", "SimpleNamespace"})
 # Modules with attributes that differ between machines.
 _OF_MACHINE = frozenset({"os", "platform", "sys"})
@@ -83,7 +83,7 @@ def is_installed(module: str) -> bool:
         return True
     path = Path(file).resolve()
     depth = module.count(".") + (path.stem == "__init__")
-    above = [*path.parents][depth : depth + 1]  # of another name than its place, it has none
+    above = [*path.parents][depth : depth + 1]  # empty if its name is not its place
     return str(path).startswith(_installed_folders()) or any(
         package_of(module) in _libraries_in(folder) for folder in above
     )
@@ -217,7 +217,7 @@ def _inside(holder: Any, step: Any) -> Any:
 
 
 def _may_be_set(holder: Any, name: str) -> bool:
-    """Whether a text may set a name in an object: a constructor may compute it."""
+    """Whether a text may set an attribute of an object: a constructor may compute it."""
     kind = holder if isinstance(holder, type) else type(holder)
     own = [base for base in kind.__mro__ if _is_own(base.__module__)]
     return not own or any(name in _set_in_class(base) for base in own)
@@ -228,7 +228,7 @@ def text_of(value: Any, is_set: bool) -> str | None:
 
     Args:
         value: The value.
-        is_set: Whether a text says it, rather than a computation.
+        is_set: Whether the value is in a text, rather than computed.
     """
     if isinstance(value, np.generic):
         value = value.item()

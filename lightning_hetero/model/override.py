@@ -90,7 +90,7 @@ def stand_in(owner: Any, name: str, value: Any) -> Callable[[], None]:
     """Set an attribute on one object, hiding the attribute of its class.
 
     Returns:
-        A function to restore the object's own attribute, unless somebody else has set it in the
+        A function that restores the object's own attribute, unless somebody else has set it in the
         meantime.
     """
     attributes = vars(owner)

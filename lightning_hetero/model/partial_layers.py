@@ -76,7 +76,7 @@ def in_tree(layer: nn.Module) -> list[nn.Module]:
 
 
 class InHalves(ForwardOverride):
-    """A layer's ``forward`` by calls of its halves."""
+    """A layer's ``forward`` that calls its halves."""
 
     def __init__(self, layer: nn.Module, halves: Sequence[nn.Module]) -> None:
         super().__init__(layer)

@@ -173,7 +173,7 @@ class HiddenStatesAway(Tensor):
         number: The number of the layer.
         position: As given.
         content: Where they are found; only the placeholder has it, so it lives as long.
-        form: Returns the form without an assumption, to a reader that does not rely on it.
+        form: Returns the form to a reader that does not rely on it: no assumption is noted.
     """
 
     number: int
@@ -412,8 +412,8 @@ _COPIES = (
     "for an average of weights take `lightning_hetero.callbacks.StageWeightAveraging`, for "
     "Lookahead keep the slow weights in the state of an optimizer of your own"
 )
-# Read properties known here. Each step reads these of every parameter, so they are not searched for
-# tensors first.
+# Readers of properties known here. Each step reads these of every parameter, so they are not
+# searched for tensors first.
 _READS = frozenset(
     getattr(Tensor, name).__get__ for name in ("dtype", "grad", "is_meta", "requires_grad", "shape")
 )
@@ -446,7 +446,7 @@ def _is_ours(names: Mapping[str, Any]) -> bool:
 
 
 def _refuse_content(function: Any, name: str, given: list[Tensor]) -> NoReturn:
-    """Refuse a computation with tensors away, by its usual purpose."""
+    """Refuse a computation with tensors that are away, with words for its usual purpose."""
     away = [tensor for tensor in given if isinstance(tensor, _Away)]
     here = {tensor.shape for tensor in given if not tensor.is_meta and tensor.ndim}
     if function is torch.autograd.grad:
@@ -484,8 +484,8 @@ class _Away:
 
 
 def _of_forms(function: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-    """The result of a function of tensors away, unless it would be without effect or needs their
-    content."""
+    """The result of a function of tensors that are away; refuses a function that would have no
+    effect or wants their content."""
     if reader := _reader(function):
         raise ModelError(f"{reader} {_SENTENCE}")
     name = _name_of(function)
@@ -605,7 +605,7 @@ class GradientsAway:
         parameters: Parameters on workers. Their ``grad`` is found here until `detach`.
 
     Attributes:
-        are_hidden: Whether parameters hide their gradients, as while an optimizer steps the
+        are_hidden: Whether parameters hide their gradients, as during the optimizer step of the
             parameters here.
     """
 
@@ -701,7 +701,7 @@ _TRAINS = attrgetter("requires_grad")
 
 
 def training_flags(tensors: Iterable[Tensor]) -> list[bool]:
-    """Whether each tensor trains; tensors away answer as quickly as others."""
+    """Whether each tensor trains; tensors that are away answer as quickly."""
     with torch._C.DisableTorchFunctionSubclass():
         return list(map(_TRAINS, tensors))
 

@@ -141,7 +141,7 @@ def write_recipe(
 
 
 def imports_of(root: nn.Module, layers: Sequence[tuple[int, DecoderLayer]]) -> Sequence[str]:
-    """The Python modules for a worker to import, to build numbered layers of a LightningModule.
+    """The Python modules that a worker must import to build numbered layers of a LightningModule.
 
     Raises:
         ModelError: If a worker could not rebuild layers of one's own.
@@ -309,7 +309,7 @@ def _is_decoder(model_class: type[PreTrainedModel]) -> bool:
     """Whether a class is a language model with layers of its own.
 
     Models of several models (vision and language, retrieval) are not: their config may name any
-    class for a part. The language model inside one is.
+    class for a part. The language model inside is one.
     """
     config_class = model_class.config_class
     if config_class is None:

@@ -7,8 +7,8 @@ a worker has a copy of its own:
     layers.7.rotary ─┼─ one module   ─▶       layers.7.rotary   a copy, on worker 2
     rotary          ─┘                        rotary            the module itself, here
 
-The copies are right until a change: `check` refuses a change here, and a worker refuses a forward
-that changes one of `names`. Shared parts that train are not copied.
+The copies are right as long as they and the originals do not change: `check` refuses a change here,
+and a worker refuses a forward that changes one of `names`. Shared parts that train are not copied.
 """
 
 from __future__ import annotations
@@ -193,8 +193,8 @@ class _OwnCopies:
         self.originals: list[_Original] = []
 
     def replacements(self, module: nn.Module) -> Iterator[Callable[[], Callable[[], Any]]]:
-        """Functions to put copies in the places of a module's shared parts; each returns a function
-        to undo it."""
+        """Functions that put copies in the places of a module's shared parts; each returns a
+        function that undoes it."""
         for name, buffer in list(module._buffers.items()):
             is_shared = self._places.is_shared_buffer(buffer) and not _is_norm(module)
             if buffer is not None and is_shared:

@@ -97,7 +97,7 @@ class Held:
 
     Args:
         places: Holders, names in them, and the objects there.
-        whole: Dictionaries closed to additions.
+        whole: Dictionaries that must not grow.
         read: Gives a holder's object under a name, or a third argument.
 
     Attributes:

@@ -1,7 +1,7 @@
 """Weights stored in another way than as plain tensors: the seam of formats such as 4 bits.
 
 A format is a module with the functions of `WeightFormat`. The core calls them through this module.
-Without formats in the package, all weights are plain.
+Without a format in the package, all weights are plain.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ class FourBit:
 
 
 class WeightFormat(Protocol):
-    """The core's calls of a format. An owner and a leaf are a module and its parameter's name."""
+    """The functions of a format. An owner and a leaf are a module and its parameter's name."""
 
     def is_stored(self, owner: nn.Module, leaf: str) -> bool:
         """Whether the parameter is stored in this format."""

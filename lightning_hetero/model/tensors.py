@@ -4,10 +4,10 @@ A tensor is named ``<layer number>.<name inside the layer>`` on every machine. T
 quantization state of a tensor in 4 bits follow its name: ``3.mlp.up_proj.weight.absmax``.
 
     names, content    find tensors, empty them to ``meta`` and fill them again
-    unread weights    the seam of weights in a checkpoint until they are needed
+    unread weights    the seam of weights that stay in a checkpoint until they are needed
     sizes             count bytes, for tensors on ``meta`` too
     made-up values    fill layers for a measurement
-    state dicts       the keys of a module's tensors, and the keys to leave out
+    state dicts       the keys of a module's tensors, and the keys that may be left out
 """
 
 from __future__ import annotations
@@ -245,7 +245,7 @@ def empty_tensors(layers: Mapping[int, nn.Module]) -> None:
     """Turn all parameters and buffers into ``meta`` tensors, to free their memory.
 
     Raises:
-        ModelError: If something else holds a parameter, before any change.
+        ModelError: If something else holds a parameter; the layers are as before then.
     """
     check_can_be_emptied(layers)
     for name, tensor in list(named_tensors(layers)):
@@ -397,7 +397,7 @@ def fill_with_made_up_values(
     Args:
         layers: The layers by their numbers.
         dtypes: The dtype of each tensor, by its name.
-        given: Content with real values, such as masks and tables in buffers, by name.
+        given: Content with values that matter, such as masks and tables in buffers, by name.
         device: The device for the content.
     """
     for name, tensor in list(named_tensors(layers)):
