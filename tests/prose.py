@@ -41,7 +41,6 @@ GOAL = Ceiling(relatives=2.0, negatives=0.4, openings=0)
 CEILINGS = {
     "coordinator": Ceiling(4.3, 1.3, 7),
     "guard": Ceiling(4.3, 0.9, 7),
-    "model": Ceiling(4.4, 1.1, 54),
     "pipeline": Ceiling(2.0, 0.4, 9),
     "replan": Ceiling(3.0, 1.9, 0),
     "worker": Ceiling(2.0, 0.4, 1),

@@ -1,1 +1,1 @@
-"""What is cut: decoder layers, their recipes and their weights."""
+"""Decoder layers, their recipes and their weights."""

@@ -1,7 +1,7 @@
 """PEFT adapters on decoder layers: described by their configs, and injected again on a worker.
 
-The layers that PEFT creates do all the work, so a worker can hold whatever PEFT can inject: LoRA,
-DoRA, rsLoRA, IA3 and others.
+PEFT's own layers do all the work, so a worker can hold whatever PEFT can inject: LoRA, DoRA,
+rsLoRA, IA3 and others.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ class Adapters:
 
 
 def describe_adapters(owner: nn.Module, layers: Sequence[nn.Module]) -> Adapters | None:
-    """Describe the adapters inside a model's layers; None if there are none.
+    """Describe the adapters inside a model's layers, if there are any.
 
     Raises:
         ModelError: If they cannot be injected elsewhere, or are merged into the weights.
@@ -178,9 +178,9 @@ def _refuse_to_merge(*_args: Any, **_kwargs: Any) -> NoReturn:
 
 
 def _without_patterns(content: dict[str, Any], tuned: Mapping[str, Any]) -> dict[str, Any]:
-    """Replace the regular expressions in a config by the names that they match.
+    """Replace the regular expressions in a config by the matching names.
 
-    Workers run none from the network: one that backtracks can take forever.
+    Workers do not run expressions from the network: with backtracking, they can take forever.
     """
     made = dict(content)
     paths = {without_wrappers(path): module for path, module in tuned.items()}
@@ -205,8 +205,8 @@ def _matched(patterns: Mapping[str, Any], names: Sequence[str]) -> dict[str, Any
 
 
 def _check_are_injected(layers: Sequence[nn.Module]) -> None:
-    """Refuse modules of PEFT that stand in for others without being layers of it, such as those of
-    `AdaptionPromptConfig`: no config injects them."""
+    """Refuse modules of PEFT that stand in for others without being layers of it, such as the
+    modules of `AdaptionPromptConfig`: a config cannot inject them."""
     waiting = [*layers]
     while waiting:
         module = waiting.pop()
@@ -272,7 +272,7 @@ def _is_tuned(module: nn.Module) -> bool:
 
 
 def without_wrappers(path: str) -> str:
-    """The path that a module has in layers without adapters."""
+    """The path of a module in layers without adapters."""
     return ".".join(part for part in path.split(".") if part != "base_layer")
 
 

@@ -1,7 +1,7 @@
-"""The imports that a worker makes to rebuild layers: classes and functions, by name.
+"""The imports of a worker to rebuild layers: classes and functions, by name.
 
 The names come from the network. A module is imported only if its name is among the allowed ones,
-and an object in it is used only if it was defined there under exactly that name.
+and an object in it is used only if it was defined there under exactly this name.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ LOCALS = ".<locals>."
 SCRIPT = "__user_main__"
 
 _LAYERS_OF_TORCH = "torch.nn.modules"
-# What every worker may import of transformers, by what is wanted there: the parts of its models
-# and their configs. No function is among them, and no module that converts checkpoints.
+# The imports of transformers open to every worker, by the kind of object: the parts of its models
+# and their configs. Functions are not among them, and neither are modules that convert checkpoints.
 _OF_TRANSFORMERS = {
     "layer class": r"transformers\.(activations|models\.\w+\.modeling_(?!tf_|flax_)\w+)",
     "config class": r"transformers\.models\.\w+\.configuration_\w+",
@@ -57,7 +57,7 @@ _TORCH_FUNCTIONS = {functional.__name__: _FUNCTIONAL, torch.__name__: _OPERATION
 
 
 class ImportPath(msgspec.Struct, frozen=True):
-    """The module in which a class or function was defined, and its name there."""
+    """The module that defines a class or function, and its name there."""
 
     module: str
     qualname: str
@@ -73,11 +73,11 @@ class ImportPath(msgspec.Struct, frozen=True):
 
 @dataclass(frozen=True)
 class Allowed:
-    """The imports that are allowed besides torch's own layers and functions, and the parts of the
-    models of transformers.
+    """The allowed imports besides torch's own layers and functions, and the parts of the models of
+    transformers.
 
     Args:
-        packages: Dotted names; each allows the module of that name and all below it.
+        packages: Dotted names; each allows the module of this name and all below it.
         script: The coordinator's script and its arguments, if `__main__` may be imported.
     """
 
@@ -86,7 +86,7 @@ class Allowed:
 
     @classmethod
     def just(cls, modules: Iterable[str]) -> Allowed:
-        """Allow the modules of these names, for a worker that this process starts itself."""
+        """Allow the modules of these names, for a worker started by this process."""
         names = sorted(set(modules))
         script = getattr(sys.modules[MAIN], "__file__", None) if MAIN in names else None
         return cls(
@@ -95,12 +95,12 @@ class Allowed:
         )
 
     def absent(self) -> list[str]:
-        """The allowed packages that are not installed here; nothing is imported to see that."""
+        """The allowed packages not installed here, found without an import."""
         found = [name for name in self.packages if name != MAIN]
         return [name for name in found if importlib.util.find_spec(name.partition(".")[0]) is None]
 
     def find(self, path: ImportPath, what: str = "layer class") -> Any:
-        """Import the class or function of that name.
+        """Import the class or function of this name.
 
         Raises:
             ModelError: If it is not allowed, cannot be imported, or was defined under another name.
@@ -117,7 +117,7 @@ class Allowed:
         return any(_is_within(module, name) for name in (_LAYERS_OF_TORCH, *self.packages))
 
     def refusal(self, path: ImportPath, what: str) -> ModelError:
-        """The error for what is not allowed."""
+        """The error for an import that is not allowed."""
         package = path.module.partition(".")[0]
         return ModelError(
             f"The {what} {path} is outside of what this worker may import (allowed: "
@@ -154,7 +154,7 @@ class Allowed:
 
 
 class ImportedHere(Allowed):
-    """Allows the modules that this process has imported itself, to build its own recipes."""
+    """Allows the modules imported by this process itself, to build its own recipes."""
 
     def _import(self, path: ImportPath, what: str) -> ModuleType:
         main = sys.modules[MAIN]
@@ -164,7 +164,7 @@ class ImportedHere(Allowed):
 
 
 def find_class(allowed: Allowed, path: ImportPath, base: type, what: str = "layer class") -> Any:
-    """Import a class that derives from ``base``.
+    """Import a class derived from ``base``.
 
     Raises:
         ModelError: If it is not allowed, cannot be imported, or is another kind of class.
@@ -181,10 +181,10 @@ def find_class(allowed: Allowed, path: ImportPath, base: type, what: str = "laye
 
 
 def find_function(allowed: Allowed, path: ImportPath) -> Any:
-    """Import a function: of torch one that computes, or any of an allowed module.
+    """Import a function: an operation of torch, or any function of an allowed module.
 
     Raises:
-        ModelError: If it is not allowed, cannot be imported, or is no function.
+        ModelError: If it is not allowed, cannot be imported, or is not a function.
     """
     if _is_within(path.module, _LAYERS_OF_TORCH):
         raise ModelError(
@@ -198,7 +198,7 @@ def find_function(allowed: Allowed, path: ImportPath) -> Any:
 
 
 def refuse_training_in_worker() -> None:
-    """Refuse to train in a worker that is importing a script without a main guard.
+    """Refuse to train in a worker while it imports a script without a main guard.
 
     Raises:
         ModelError: In such a worker.
@@ -212,7 +212,7 @@ def refuse_training_in_worker() -> None:
 
 
 def path_of(thing: Any, what: str) -> ImportPath:
-    """The path by which a worker can import a class or function.
+    """The path for a worker to import a class or function.
 
     Raises:
         ModelError: If a worker could not import it.
@@ -275,7 +275,7 @@ def _is_within(module: str, package: str) -> bool:
 
 
 def _walk(module: ModuleType, path: ImportPath) -> Any:
-    """Find the object at a path without running any code; None if there is none."""
+    """Find the object at a path, if it exists, without running any code."""
     found: Any = module
     for name in path.qualname.split("."):
         if not (found is module or isinstance(found, type)):

@@ -1,13 +1,13 @@
-"""What layers are called with must still be so when workers get it, which is later.
+"""Copies of a call's arguments, and refusals of changed tensors: workers run the call later.
 
     call of layer 4 ─▶ call of layer 5 ─▶ call of layer 6 ─▶ all of it leaves
          note               note               note            check
 
-On one device a layer has computed by the time when the model goes on, and the model may change what
-it gave. Here lists and dictionaries are copied at the call, and a tensor that changes meanwhile is
-refused. All layers of one forward compute in the modes of torch in which the first one is called.
+On one device a layer has computed by the time when the model goes on, and the model may change the
+arguments. Here lists and dictionaries are copied at the call, and a tensor changed meanwhile is
+refused. All layers of one forward compute in the modes of torch of its first call.
 
-What a layer on a worker changes in its arguments nobody else would see, so that is refused there.
+A layer's change of its arguments would stay on its worker, so the worker refuses it.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ from .layers import describe_layer
 from .placeholders import HiddenStatesAway, training_flags
 from .state import Stamp
 
-# Older versions of transformers have none.
+# Older versions of transformers lack it.
 _SHARED_STATES = getattr(transformers.cache_utils, "KVSharingDict", dict)
 _CONTAINERS = (dict, list, tuple, _SHARED_STATES)
 
 
 class Modes(NamedTuple):
-    """The modes of torch in this thread that change what a layer computes."""
+    """The modes of torch in this thread that change a layer's results."""
 
     gradients: bool
     inference: bool
@@ -53,11 +53,11 @@ class Modes(NamedTuple):
         )
 
     def check(self, first: Modes, number: int) -> None:
-        """Refuse modes in which an earlier layer of the forward was not called.
+        """Refuse other modes than the modes of the forward's first call.
 
         Args:
-            first: The modes in which the first layer was called.
-            number: The number of the layer that is called now.
+            first: The modes of the first layer's call.
+            number: The number of the layer called now.
 
         Raises:
             ModelError: With the mode and the remedy.
@@ -87,7 +87,7 @@ _IN_WORDS = {
 
 
 class GivenTensors:
-    """The tensors that a forward has given to layers on workers, and what they held then."""
+    """The tensors given by a forward to layers on workers, and their content then."""
 
     def __init__(self) -> None:
         # By its id, the layer that got a tensor, and the tensor as it was then.
@@ -95,19 +95,19 @@ class GivenTensors:
         self._flags: list[tuple[int, list[Tensor], list[bool]]] = []
 
     def note(self, tensors: Iterable[Tensor], number: int | None) -> None:
-        """Note tensors that the model gives a layer, or computes with between two layers."""
+        """Note tensors given to a layer, or used between two layers."""
         for tensor in tensors:
             is_away = isinstance(tensor, HiddenStatesAway) or tensor.is_meta
             if not is_away and id(tensor) not in self._noted:
                 self._noted[id(tensor)] = number, Stamp.of(tensor, is_exact=True)
 
     def note_flags(self, number: int, parameters: Iterable[Tensor]) -> None:
-        """Note which parameters of a layer train."""
+        """Note whether the parameters of a layer train."""
         found = [*parameters]
         self._flags.append((number, found, training_flags(found)))
 
     def check(self) -> None:
-        """Refuse tensors that have changed, and layers that were frozen for their call only.
+        """Refuse changed tensors, and layers frozen for their call only.
 
         Raises:
             ModelError: With the form of the tensor and its use, or with the layer.
@@ -133,7 +133,7 @@ class GivenTensors:
 
 
 class GivenArguments:
-    """The arguments of a layer's call on a worker, which the layer must leave as they are.
+    """The arguments of a layer's call on a worker; the layer must leave them as they are.
 
     Args:
         call: The call, with its tensors.
@@ -153,7 +153,7 @@ class GivenArguments:
                 self._others.append((str(place), Snapshot(value)))
 
     def check(self, layer: nn.Module) -> None:
-        """Refuse a layer that has changed an argument.
+        """Refuse a layer if it has changed an argument.
 
         Raises:
             ModelError: With the argument.
@@ -168,13 +168,13 @@ class GivenArguments:
             )
 
     def _changed(self) -> Iterator[str]:
-        """The places of arguments that have changed."""
+        """The places of changed arguments."""
         yield from (place for place, stamp in self._tensors if stamp.has_changed)
         yield from (place for place, given in self._others if not given.is_same())
 
 
 def check_entered(entered: Iterable[Stamp]) -> None:
-    """Refuse layers that have changed in place what came to their worker.
+    """Refuse layers if they have changed received tensors in place.
 
     Args:
         entered: The tensors before the layers ran.
@@ -191,11 +191,11 @@ def check_entered(entered: Iterable[Stamp]) -> None:
 
 
 def copied(value: Any) -> Any:
-    """Nested lists, tuples and dictionaries as they are now, also those of classes derived from
-    these; what else they hold is not copied.
+    """Copies of nested lists, tuples and dictionaries, also of derived classes; other content is
+    not copied.
 
-    The keys and values that layers of Gemma 3n and 4 share are in a dictionary of transformers that
-    can do nothing else; its copy is an ordinary one.
+    Layers of Gemma 3n and 4 share keys and values in a limited dictionary class of transformers;
+    its copy is an ordinary dictionary.
     """
     if not isinstance(value, _CONTAINERS):
         return value

@@ -1,13 +1,13 @@
 """Plain attributes of modules as data, and back.
 
-    Value                      what an attribute may hold, as data
+    Value                      the possible values of an attribute, as data
     write_value, read_value    an attribute as data, and back
-    Written, Found             what was written or read before, so that one object stays one
+    Written, Found             the values written or read before: one object stays one
 
-Functions and classes travel by name. A function that was made inside another one travels as the way
-to its code from a function that can be imported, with the variables that it uses: a worker takes
-the code from its own files. An object travels as the name of its class, with its attributes; see
-`plain_objects`. A module inside the one with the attribute travels as its path there.
+Functions and classes travel by name. A function made inside another one travels as the way to its
+code from an importable function, with the variables in use: a worker takes the code from its own
+files. An object travels as the name of its class, with its attributes; see `plain_objects`. A
+module inside the one with the attribute travels as its path there.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ MOST_DEPTH = 32
 # The most text that a message may carry.
 MOST_CHARACTERS = 2**20
 
-# The attributes of each module that are torch's own. The last one is what `nn.Module.compile` sets.
+# The attributes of each module that are torch's own. `nn.Module.compile` sets the last one.
 BOOKKEEPING = frozenset(vars(nn.Module())) | {"_compiled_call_impl"}
 # An attribute of one of these names would hide a method or attribute of torch.
 NAMES_OF_TORCH = frozenset(dir(nn.Module)) | BOOKKEEPING
@@ -90,7 +90,7 @@ class Text(msgspec.Struct, frozen=True, tag="text"):
 
 
 class DeviceKind(msgspec.Struct, frozen=True, tag="device"):
-    """A device: the one of the layer, or else main memory or no memory at all."""
+    """A device: the one of the layer, or else main memory or ``meta``."""
 
     kind: Literal["layer", "cpu", "meta"]
 
@@ -123,14 +123,14 @@ class Class(msgspec.Struct, frozen=True, tag="class"):
 
 
 class ModulePart(msgspec.Struct, frozen=True, tag="part"):
-    """The module that has the attribute, or a module inside it, by its path there."""
+    """The module with the attribute, or a module inside it, by its path there."""
 
     path: str
 
 
 class Loose(msgspec.Struct, frozen=True, tag="loose"):
-    """A module of torch without parameters, buffers and children that is no child of another one,
-    such as a dropout in a plain list."""
+    """A module of torch without parent, parameters, buffers and children, such as a dropout in a
+    plain list."""
 
     path: ImportPath
     attributes: dict[str, Value]
@@ -153,13 +153,13 @@ class Partial(msgspec.Struct, frozen=True, tag="partial"):
 
 
 class Closure(msgspec.Struct, frozen=True, tag="closure"):
-    """A function that was made inside another one, with the variables of that one.
+    """A function made inside another one, with the variables around it.
 
     Args:
-        path: The outermost function, which can be imported.
+        path: The outermost function: it can be imported.
         inner: The way to the code from there: names of functions, each with its number among the
-            functions of that name.
-        variables: The variables of functions around it that it uses, by name.
+            functions of this name.
+        variables: Its variables from functions around it, by name.
         defaults: The defaults of its positional arguments.
         named_defaults: The defaults of its other arguments.
     """
@@ -180,13 +180,12 @@ class Config(msgspec.Struct, frozen=True, tag="config"):
 
 
 class Again(msgspec.Struct, frozen=True, tag="again"):
-    """The very object that was read before, by its number among those that later values may refer
-    to."""
+    """The very object read before, by its number among the objects for later reference."""
 
     number: int
 
 
-# What torch keeps in every module.
+# The attributes that torch keeps in every module.
 _OF_MODULES = frozenset(vars(nn.Module()))
 
 Value = Union[  # noqa: UP007 - the names are known only later
@@ -215,7 +214,7 @@ Value = Union[  # noqa: UP007 - the names are known only later
 # Of these a second one would be another object: a change of one would not be a change of the other.
 _MEANT_AGAIN = (Items, DictionaryTable, ObjectRecord, Loose, Config)
 
-# Writes what is inside of a value; the second argument names it, unless it is named as the value.
+# Writes a part of a value; the second argument names it, unless it is named as the value.
 _Write: TypeAlias = Callable[..., Value]
 Written: TypeAlias = dict[int, tuple[int, Any]]
 """The numbers of values that were written, by their ids, with the values, which keep their ids."""
@@ -223,10 +222,10 @@ Written: TypeAlias = dict[int, tuple[int, Any]]
 
 @dataclass
 class Found:
-    """What was read so far.
+    """The values read so far.
 
     Attributes:
-        again: What later values may refer to, with the number of values in it.
+        again: The objects for later reference, with the number of values in each.
         num_values: How many values were read, each as often as something refers to it.
     """
 
@@ -237,15 +236,15 @@ class Found:
         """Count values.
 
         Raises:
-            ModelError: If they are too many. A few values that refer to each other could unfold
-                into more than memory holds.
+            ModelError: If they are too many. A few values with references to each other could
+                unfold into more than memory holds.
         """
         self.num_values += number
         if self.num_values > MOST_CHARACTERS:
             raise ModelError(f"The recipe has more than {MOST_CHARACTERS} values.")
 
     def take(self, again: Again) -> Any:
-        """The object that was read before.
+        """The object read before.
 
         Raises:
             ModelError: If it was not read before.
@@ -273,9 +272,9 @@ def write_value(
         value: The value.
         where: The attribute in words, for errors.
         paths: Receives the import paths of the functions and classes in the value.
-        owner: The module that has the attribute. The value may refer to it and to what is in it.
+        owner: The module with the attribute. The value may refer to it and to its content.
         depth: How deep the value is nested.
-        written: What was written before, to be read before; it grows.
+        written: The values written before, to be read before; it grows.
 
     Raises:
         ModelError: If a worker could not rebuild the value.
@@ -354,9 +353,9 @@ def _write_object(value: Any, where: str, paths: set[ImportPath], write: _Write)
 
 
 def _write_device(device: torch.device, where: str, owner: nn.Module | None) -> DeviceKind:
-    """Encode a device: where the module has its tensors is where a worker has the layer's.
+    """Encode a device: the device of the module's tensors means the layer's device on a worker.
 
-    A module whose tensors are elsewhere does not say where it was; a worker's device is as good.
+    A module without tensors in memory does not say where it was; a worker's device is as good.
     """
     tensors = () if owner is None else (*owner.parameters(), *owner.buffers())
     places = {_without_number(tensor.device) for tensor in tensors} - {META}
@@ -391,7 +390,7 @@ def _check_keys(container: Iterable[Any], where: str) -> None:
 
 
 def noted_path(thing: Any, what: str, where: str, paths: set[ImportPath]) -> ImportPath:
-    """The import path of a function or class, which is also added to ``paths``."""
+    """The import path of a function or class, also added to ``paths``."""
     try:
         path = path_of(thing, what)
     except ModelError as error:
@@ -401,9 +400,10 @@ def noted_path(thing: Any, what: str, where: str, paths: set[ImportPath]) -> Imp
 
 
 def is_loose(value: Any) -> TypeGuard[nn.Module]:
-    """Whether a value is a module of torch that a worker can make without its parent.
+    """Whether a value is a module of torch, and a worker can make it without its parent.
 
-    A dropout that drops something is none: nobody would tell it between training and evaluation.
+    Modules with random draws (an active dropout, RReLU) do not count: without a parent, they would
+    not follow training and evaluation.
     """
     if not isinstance(value, nn.Module) or not type(value).__module__.startswith("torch.nn."):
         return False
@@ -414,7 +414,7 @@ def is_loose(value: Any) -> TypeGuard[nn.Module]:
 
 
 def _write_loose(module: nn.Module, path: ImportPath, write: _Write) -> Loose:
-    """Encode a module of torch that is no child of another one."""
+    """Encode a module of torch without parent."""
     own = {name: write(item) for name, item in vars(module).items() if name not in _OF_MODULES}
     return Loose(path, own, module.training)
 
@@ -445,7 +445,7 @@ def _write_part(value: Any, where: str, owner: nn.Module | None) -> Value:
 def _write_closure(
     value: FunctionType, where: str, paths: set[ImportPath], write: _Write
 ) -> Closure:
-    """Encode a function that was made inside another one."""
+    """Encode a function made inside another one."""
     outer_name, *_ = value.__qualname__.split(LOCALS)
     found: Any = inspect.getmodule(value)
     for name in outer_name.split("."):
@@ -476,7 +476,7 @@ def _write_closure(
 
 
 def _way_to(wanted: CodeType, code: CodeType) -> Iterator[tuple[str, int]]:
-    """The way from the code of a function to code inside it; nothing if it is not inside."""
+    """The way from the code of a function to code inside it; empty if it is not inside."""
     counts: dict[str, int] = {}
     for each in code.co_consts:
         if isinstance(each, CodeType):
@@ -533,14 +533,14 @@ def read_value(
 
     Args:
         value: Of `write_value`.
-        allowed: The imports that are allowed.
-        owner: The module that gets the attribute.
+        allowed: The allowed imports.
+        owner: The module to get the attribute.
         depth: How deep the value is nested.
         device: Where the layer will compute.
-        found: What was read before, in the order of writing; it grows.
+        found: The values read before, in the order of writing; it grows.
 
     Raises:
-        ModelError: If the data is not from `write_value`, or names code that is not allowed here.
+        ModelError: If the data is not from `write_value`, or names code not allowed here.
     """
     found = Found() if found is None else found
     if isinstance(value, Again):
@@ -602,7 +602,7 @@ def _read_new(
 
 
 def _loose(value: Loose, found: type[nn.Module], read: Callable[[Value], Any]) -> nn.Module:
-    """Make a module of torch that is no child of another one."""
+    """Make a module of torch without parent."""
     wrong = [name for name in value.attributes if name in _OF_MODULES or hasattr(found, name)]
     if wrong or not value.path.is_of_torch:
         raise ModelError(
@@ -622,10 +622,10 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 
 def dtype_named(name: str) -> torch.dtype:
-    """The dtype of that name.
+    """The dtype of this name.
 
     Raises:
-        ModelError: If torch has no such dtype.
+        ModelError: If torch lacks the dtype.
     """
     found = vars(torch).get(name)
     if not isinstance(found, torch.dtype):
@@ -693,7 +693,7 @@ def _closure(closure: Closure, outer: Any, read: Callable[[Value], Any]) -> Func
     """Make a function of the code inside an imported one.
 
     Raises:
-        ModelError: If there is no such code, or it uses other variables.
+        ModelError: If the code is missing, or uses other variables.
     """
     function = inspect.unwrap(outer)
     code = getattr(function, "__code__", None)
@@ -722,14 +722,14 @@ def _qualname(closure: Closure) -> str:
 
 
 def _object_class(path: ImportPath, allowed: Allowed) -> Any:
-    """A class of an allowed package; torch's own, which all may name, have no plain objects."""
+    """A class of an allowed package: torch's own classes, open to all, have no plain objects."""
     if path.is_of_torch:
         raise ModelError(f"The recipe has an object of {path}, and workers make none of torch's.")
     return find_class(allowed, path, object, "class")
 
 
 def _config_class(path: ImportPath, allowed: Allowed) -> Any:
-    """A config class of transformers, or one that the worker's owner allowed."""
+    """A config class of transformers, or one allowed by the worker's owner."""
     known: Any = getattr(transformers, path.qualname, None)
     is_config = isinstance(known, type) and issubclass(known, PretrainedConfig)
     if is_config and known.__module__ == path.module:

@@ -1,11 +1,11 @@
-"""The plain attributes of modules: find what changed, send it to a worker, or restore it.
+"""The plain attributes of modules: find changes, send them to a worker, or undo them.
 
-    ModuleState, differences       what has changed in the modules of layers
+    ModuleState, differences       changes in the modules of layers
     write_change, set_attributes   changed attributes as text, and how a worker sets them
     unchanged, Attributes          the attributes of modules before their code ran, to be restored
 
-The coordinator watches what the user changes; a worker watches what a layer's own forward changes.
-Globals and attributes of classes are those of `outer_values`.
+The coordinator watches changes of the user; a worker watches changes of a layer's own forward.
+Globals and attributes of classes are in `outer_values`.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ from .state import MISSING, Held, Same, Stamp, version_of
 
 # Under manual optimization the strategy overrides a layer's `zero_grad`; no forward calls it.
 _NOT_WATCHED = BOOKKEEPING | CHECKPOINTING | {"zero_grad"}
-# Adapters and tensors in 4 bits have switches of their own, which `AdapterSwitches` watches.
+# Adapters and tensors in 4 bits have switches of their own, watched by `AdapterSwitches`.
 _NOT_FOLLOWED = frozenset({"bitsandbytes", "peft"})
 ATOMS = frozenset({type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device})
 """The types whose values cannot change inside."""
@@ -74,13 +74,13 @@ _Reader = Callable[[Any], tuple[Any, ...]]
 
 
 def frozen(value: Any, around: tuple[int, ...] = (), looked_into: list[Any] | None = None) -> Any:
-    """A snapshot of a value that equals a later snapshot of the same content.
+    """A snapshot of a value, equal to a later snapshot of the same content.
 
     A tensor's snapshot holds its identity and its number of in-place changes.
 
     Args:
         value: Anything.
-        around: The ids of the containers that hold it.
+        around: The ids of the containers around it.
         looked_into: Takes every tensor, container and object whose content counts.
     """
     looked_into = [] if looked_into is None else looked_into
@@ -95,7 +95,7 @@ def frozen(value: Any, around: tuple[int, ...] = (), looked_into: list[Any] | No
     if is_loose(value):
         looked_into.append(value)
         own = sorted(vars(value).items(), key=itemgetter(0))
-        # Nothing that it computes depends on its mode.
+        # Its results do not depend on its mode.
         return (
             Same(value),
             kind,
@@ -131,7 +131,7 @@ def _is_ours(kind: type) -> bool:
 
 
 def _is_plain_object(value: Any) -> bool:
-    """Whether a value is an object that has nothing but what a worker can have too."""
+    """Whether a value is an object, and a worker can have all its content too."""
     if not is_object(value):
         return False
     inside = islice(values_in(value), _MOST_ENTRIES)
@@ -156,7 +156,7 @@ def _parts(value: Any) -> Iterator[tuple[str, Any]]:
 
 
 def _slots(value: Any) -> dict[str, Any]:
-    """The attributes of an object that are not in its ``__dict__``."""
+    """The attributes of an object outside of its ``__dict__``."""
     names = _slot_names(type(value))
     return {name: getattr(value, name) for name in names if hasattr(value, name)}
 
@@ -174,15 +174,15 @@ def _slot_names(kind: type) -> tuple[str, ...]:
 
 @dataclass(frozen=True)
 class Change:
-    """What has changed in a module of a layer.
+    """A change in a module of a layer.
 
     Args:
         layer_index: The number of the layer.
         path: The module's path in the layer.
         module: The module.
-        names: The names of what has changed.
-        kind: Attributes, the class among them; tensors that were added or removed, or replaced; or
-            children.
+        names: The changed names.
+        kind: Attributes, the class among them; names, if tensors were added or removed; tensors, if
+            they were replaced; or children.
     """
 
     layer_index: int
@@ -199,12 +199,12 @@ class Change:
 class Snapshot:
     """A value as it was at one time, for a later comparison.
 
-    While every container in it has the very same items, nothing has changed: that is found much
-    sooner than two contents are compared.
+    If every container in it has the very same items, the value is unchanged: this is found much
+    sooner than by a comparison of contents.
 
     Attributes:
         content: A snapshot of the value.
-        held: Each container, object and tensor in the value with what reads its items, and the
+        held: Each container, object and tensor in the value with a reader of its items, and the
             items; empty for a value that cannot change inside.
     """
 
@@ -215,7 +215,7 @@ class Snapshot:
         self.held = _items_in(looked_into)
 
     def is_same(self) -> bool:
-        """Whether the content is what it was; asked again, the answer is the same."""
+        """Whether the content is as it was; asked again, the answer is the same."""
         if all([_are_same(read(thing), items) for thing, read, items in self.held]):  # noqa: C419
             return True
         looked_into: list[Any] = []
@@ -232,10 +232,10 @@ def _items_in(things: Sequence[Any]) -> list[tuple[Any, _Reader, tuple[Any, ...]
 
 
 def _reader_for(thing: Any) -> _Reader:
-    """What reads the items of a container, an object or a tensor; other things in them are looked
+    """A reader of the items of a container, an object or a tensor; other things in them are looked
     at apart.
 
-    It is chosen once: a config of transformers takes long to tell what it is.
+    It is chosen once: the kind of a config of transformers takes long to find.
     """
     kind = type(thing)
     if isinstance(thing, Tensor):
@@ -273,12 +273,13 @@ class _Seen:
     Args:
         modules: The modules in it by their paths.
         is_followed: Whether the attributes of a module count.
-        are_held: Whether its tensors count; None if no parts of modules do.
-        memory: What attributes hold, by the ids of their values; takes those of this layer.
+        are_held: Whether its tensors count; None if parts of modules do not.
+        memory: Snapshots of values of attributes, by the values' ids; takes the values of this
+            layer.
 
     Attributes:
-        content: What is compared exactly, by path, kind and name.
-        inside: The values that can change inside, each once.
+        content: The exactly compared content, by path, kind and name.
+        inside: The values with changeable content, each once.
     """
 
     def __init__(
@@ -292,7 +293,7 @@ class _Seen:
         self.inside: dict[int, Snapshot] = {}
         self._modules = [*modules.values()]
         self._kinds = [*map(type, self._modules)]
-        # What cannot grow, and where each object is in it.
+        # Dictionaries that cannot grow, and the place of each object in them.
         whole: list[dict[str, Any]] = []
         places: list[tuple[dict[str, Any], str, Any]] = []
         tables: list[dict[str, Any]] = []
@@ -338,13 +339,13 @@ class _Seen:
 class ModuleState:
     """The modules of layers at one time: their classes, attributes and parts.
 
-    One look at a layer serves all who ask for what has changed in it, to refuse it or to send it.
+    One look at a layer serves all readers of its changes, to refuse or to send them.
 
     Args:
         layers: The layers by their numbers.
         is_followed: Whether the attributes of a module inside a layer count.
-        emptied: The numbers of the layers whose tensors must stay, on ``meta``; of the others only
-            the names of tensors count, and children. None if parts do not count.
+        emptied: The numbers of the layers with tensors on ``meta``: these must stay; of the other
+            layers only the names of tensors count, and children. None if parts do not count.
     """
 
     def __init__(
@@ -359,7 +360,7 @@ class ModuleState:
         self.note()
 
     def note(self) -> None:
-        """Note what is there; `changes` compares with it."""
+        """Note the present state; `changes` compares with it."""
         self._seen = self._look()
         inside = {key: part for seen in self._seen.values() for key, part in seen.inside.items()}
         self._parts: list[_Seen | Snapshot] = [*self._seen.values(), *inside.values()]
@@ -397,7 +398,7 @@ class ModuleState:
         ]
 
     def take_changes(self) -> list[Change]:
-        """The changes. From now on those of attributes are none."""
+        """The changes. If all are changes of attributes, they count as seen from now on."""
         if self.is_same():
             return []
         found = self.changes()
@@ -427,8 +428,8 @@ def differences(
 ) -> list[Change]:
     """The attributes of layers whose values differ from those of rebuilt layers.
 
-    An attribute that only one of the two layers has is skipped. Of values that are neither plain
-    data nor functions only the classes are compared.
+    An attribute of only one of the two layers is skipped. Values other than plain data and
+    functions are compared by their classes only.
     """
     changes = []
     for number, layer in layers.items():
@@ -468,7 +469,7 @@ def write_change(change: Change, layer_name: str) -> tuple[str, list[str]]:
     """Encode a change for a worker.
 
     Returns:
-        The new values as text, and the names of attributes that were deleted.
+        The new values as text, and the names of deleted attributes.
 
     Raises:
         ModelError: If a worker cannot or must not set an attribute; the text names it.
@@ -558,7 +559,7 @@ _MOST_DEPTH = 8
 
 @contextmanager
 def unchanged(modules: Iterable[nn.Module]) -> Iterator[None]:
-    """Restore the attributes of modules at the end of the block, which runs their code."""
+    """Restore the attributes of modules at the end of the block, after their code ran."""
     before = Attributes(list(modules))
     try:
         with contents_kept(before.tensors):
@@ -569,7 +570,7 @@ def unchanged(modules: Iterable[nn.Module]) -> Iterator[None]:
 
 @contextmanager
 def contents_kept(tensors: Iterable[Tensor]) -> Iterator[None]:
-    """Restore the content of tensors that the block changes in place."""
+    """Restore the content of tensors after changes in place by the block."""
     copies = [(Stamp.of(tensor), tensor.detach().clone()) for tensor in tensors]
     try:
         yield
@@ -586,7 +587,7 @@ class Attributes:
     """The attributes of modules at one time, with the content of containers and objects in them.
 
     Args:
-        modules: The modules; children of theirs that are not listed are skipped.
+        modules: The modules; children outside of this list are skipped.
 
     Attributes:
         tensors: The tensors in the attributes, without parameters. Their content is not copied.

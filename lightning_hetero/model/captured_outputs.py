@@ -1,10 +1,10 @@
-"""Outputs that a model collects from inside its layers, such as router logits.
+"""Outputs collected by a model from inside its layers, such as router logits.
 
 A forward of transformers with ``output_<kind>=True`` opens a collector, and hooks inside its layers
-append to the collector's list of that kind. For layers on workers, the worker opens a collector of
+append to the collector's list of this kind. For layers on workers, the worker opens a collector of
 its own, and the coordinator appends the worker's outputs to the model's.
 
-No other module uses the private names of transformers that this relies on.
+Only this module uses the private names of transformers for this.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _INSTALLED = "_output_capturing_hooks_installed"
 
 
 def wanted_kinds() -> list[str]:
-    """The kinds of outputs that the forward in this thread collects.
+    """The kinds of outputs collected by the forward in this thread.
 
     Raises:
         ModelError: If it collects the hidden states of some layers only.
@@ -48,15 +48,15 @@ def wanted_kinds() -> list[str]:
 
 
 def add_collected(hidden: Tensor | None, collected: Iterable[tuple[str, Tensor]]) -> None:
-    """Add outputs of workers to those that the forward in this thread collects.
+    """Add outputs of workers to the collector of the forward in this thread.
 
     Args:
-        hidden: The hidden states that went to the workers, which are the first to be collected if
-            no layer ran before; None if token ids went there.
+        hidden: The hidden states sent to the workers: the first to be collected, unless a layer ran
+            before; None if token ids were sent.
         collected: The outputs of the workers with their kinds.
 
     Raises:
-        RemoteProtocolError: If an output is of a kind that the forward does not collect.
+        RemoteProtocolError: If the forward does not collect an output's kind.
     """
     collector: dict[str, list[Tensor]] = output_capturing._active_collector.get() or {}
     if HIDDEN_STATES in collector and not collector[HIDDEN_STATES] and hidden is not None:
@@ -71,7 +71,7 @@ def add_collected(hidden: Tensor | None, collected: Iterable[tuple[str, Tensor]]
 
 @contextmanager
 def collecting(kinds: Sequence[str]) -> Iterator[Callable[[], list[tuple[str, Tensor]]]]:
-    """Collect outputs of these kinds from the layers that run within the block.
+    """Collect outputs of these kinds from the layers run within the block.
 
     Yields:
         A function that returns the outputs, kind by kind and each in the order of the layers. It
@@ -105,8 +105,8 @@ def _tensor(value: Any, kind: str) -> Tensor:
 def install_hooks(root: nn.Module, layer_names: Sequence[str]) -> None:
     """Install the collecting hooks of transformers in the Hugging Face models with these layers.
 
-    transformers installs them itself when outputs are first wanted. Does nothing if no such model
-    has the layers.
+    transformers installs them itself when outputs are first wanted. Layers outside of such a model
+    are skipped.
     """
     for models in models_around_each(root, layer_names):
         if not _has_hooks(models[-1]):
@@ -124,7 +124,7 @@ def _has_hooks(module: nn.Module) -> bool:
 class CollectingHooks:
     """Lets a model collect outputs while some of its layers are away, until `remove`.
 
-    It installs the hooks of transformers, and checks the hidden states that a model gathers itself.
+    It installs the hooks of transformers, and checks hidden states gathered by the model itself.
 
     Args:
         root: The LightningModule.
@@ -155,7 +155,7 @@ class CollectingHooks:
 
 
 def _refuse_repeated(model: nn.Module, _args: Any, output: Any) -> None:
-    """Refuse an output with hidden states that are on a worker, or with a tensor twice in a row.
+    """Refuse an output with hidden states on a worker, or with a tensor twice in a row.
 
     A tensor repeats if layers only pass hidden states on.
     """
@@ -169,7 +169,7 @@ def _refuse_repeated(model: nn.Module, _args: Any, output: Any) -> None:
 
 
 def _refuse_gathered(model: nn.Module, _args: Any, output: Any) -> None:
-    """Refuse hidden states that a model gathered between halves of layers."""
+    """Refuse hidden states gathered by a model between halves of layers."""
     for value in _gathered(output):
         if len(value) > 1 and all(isinstance(t, Tensor) and t.ndim == 3 for t in value):
             raise ModelError(
@@ -188,13 +188,13 @@ def _gathered(output: Any) -> list[tuple[Any, ...]]:
 
 
 class CollectedOutput(msgspec.Struct, frozen=True):
-    """What a hook of transformers collects from one module inside a layer.
+    """An output of one module inside a layer, collected by a hook of transformers.
 
     Args:
         layer: The number of the layer.
         path: The module's path in the layer.
         kind: The kind of the outputs.
-        index: The position of the output in the tuple that the module returns.
+        index: The position of the output in the tuple from the module.
         with_input: Whether the first input of all is collected too.
     """
 
@@ -208,7 +208,7 @@ class CollectedOutput(msgspec.Struct, frozen=True):
 def collected_in(
     root: nn.Module, layers: Sequence[tuple[int, DecoderLayer]]
 ) -> list[CollectedOutput]:
-    """What transformers collects from numbered layers of a LightningModule."""
+    """The outputs collected by transformers from numbered layers of a LightningModule."""
     hooks = CollectingHooks(root, [layer.name for _, layer in layers])
     try:
         return [
@@ -228,10 +228,10 @@ def _collected_by(hook: Callable[..., Any]) -> tuple[str, int, bool]:
 
 
 def collect_from(layers: nn.ModuleDict, outputs: Iterable[CollectedOutput]) -> None:
-    """Let layers that were built outside of their model collect what they collect inside of it.
+    """Let layers built outside of their model collect the same outputs as inside of it.
 
     Raises:
-        ModelError: If an output is of a module that does not exist.
+        ModelError: If an output's module does not exist.
     """
     for output in outputs:
         try:
@@ -246,7 +246,7 @@ def collect_from(layers: nn.ModuleDict, outputs: Iterable[CollectedOutput]) -> N
 
 
 class SilencedHooks:
-    """Silences a layer's collecting hooks until `restore`: a hollow layer computes no outputs.
+    """Silences a layer's collecting hooks until `restore`: a hollow layer does not compute outputs.
 
     Args:
         layer: The layer.
@@ -270,7 +270,7 @@ class SilencedHooks:
 
 
 def _heard_at_times(hook: Callable[..., Any], is_heard: Callable[[], bool]) -> Callable[..., Any]:
-    @wraps(hook)  # it still is one that collects
+    @wraps(hook)  # it still is a collecting hook
     def collect(*args: Any, **kwargs: Any) -> Any:
         return hook(*args, **kwargs) if is_heard() else None
 
@@ -282,13 +282,13 @@ def _none(_hook: Callable[..., Any]) -> bool:
 
 
 def has_hooks(module: nn.Module, besides: Callable[[Callable[..., Any]], bool] = _none) -> bool:
-    """Whether a module has hooks besides those that transformers and bitsandbytes install, and
-    those that a function excuses."""
+    """Whether a module has hooks, besides hooks of transformers and bitsandbytes, and hooks excused
+    by a function."""
     hooks = [*module._forward_hooks.values(), *module._forward_pre_hooks.values()]
     hooks += [*module._backward_hooks.values(), *module._backward_pre_hooks.values()]
     return not all(is_collecting(h) or is_cache_hook(h) or besides(h) for h in hooks)
 
 
 def is_collecting(hook: Callable[..., Any]) -> bool:
-    """Whether a forward hook is one with which transformers collects outputs."""
+    """Whether transformers collects outputs with a forward hook."""
     return getattr(hook, "__module__", "") == output_capturing.__name__

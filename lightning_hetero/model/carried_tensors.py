@@ -1,17 +1,17 @@
 """Carried tensors: they go along with the hidden states from layer to layer, with arithmetic.
 
-    @0, @1, …    what enters the first layer: the hidden states, and others, such as conditioning
-    @4.0, @4.1   what layer 4 returns: the hidden states, and others, such as a position bias
-    @4+0, @4+1   what the model computes from these behind layer 4
+    @0, @1, …    inputs of the first layer: the hidden states, and others, such as conditioning
+    @4.0, @4.1   outputs of layer 4: the hidden states, and others, such as a position bias
+    @4+0, @4+1   results of the model's arithmetic with these after layer 4
 
-The process with a layer also does the arithmetic behind it:
+The process with a layer also does the arithmetic after it:
 
     y = layer_4(x)        @4.0
     x = x + y             @4+0 = add(@3+0, @4.0)
     y = layer_5(x)        @5.0
 
-Only functions that compute each number from those in the same place are known here. A model may
-use any others before the first layer on a worker and behind the last one.
+Only element-wise functions are known here. A model may use any others before the first layer on a
+worker and after the last one.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ _MARK = "@"
 
 
 class Carried(str):
-    """Stands in a call's arguments for a tensor that goes along with the hidden states."""
+    """Stands in a call's arguments for a tensor carried with the hidden states."""
 
     __slots__ = ()
 
 
 def entering(number: int) -> str:
-    """The name of a tensor that goes to the first layer; 0 for the hidden states."""
+    """The name of a tensor for the first layer; 0 for the hidden states."""
     return f"{_MARK}{number}"
 
 
@@ -47,12 +47,12 @@ def returned(layer_index: int, position: int) -> str:
 
 
 def computed(layer_index: int, number: int) -> str:
-    """The name of what the model computes behind a layer."""
+    """The name of a result of the model's arithmetic after a layer."""
     return f"{_MARK}{layer_index}+{number}"
 
 
 def is_carried(kind: str) -> bool:
-    """Whether a name is that of a tensor that goes along, and of no kind of collected output."""
+    """Whether a name belongs to a carried tensor, rather than to a kind of collected output."""
     return kind.startswith(_MARK)
 
 
@@ -88,9 +88,9 @@ class Arithmetic(NamedTuple):
     """One function between two layers.
 
     Args:
-        name: The name of its result among what goes along with the hidden states.
+        name: The name of its result as a carried tensor.
         function: The function's name in `FUNCTIONS`.
-        operands: Tensors, numbers, and `Carried` for what goes along.
+        operands: Tensors, numbers, and `Carried` for carried tensors.
         is_in_place: Whether the program changed the first operand itself.
     """
 
@@ -100,7 +100,7 @@ class Arithmetic(NamedTuple):
     is_in_place: bool = False
 
     def run(self, tensors: Mapping[str, Tensor]) -> Tensor:
-        """Compute the result from what goes along, by name.
+        """Compute the result from the carried tensors, by name.
 
         Raises:
             ModelError: If the operands differ in their number of dimensions. Then the dimensions of
@@ -126,7 +126,7 @@ class Arithmetic(NamedTuple):
 
 
 class Wanted(NamedTuple):
-    """What a program asks for: a function's name in `FUNCTIONS`, and its operands in order."""
+    """Requested arithmetic: a function's name in `FUNCTIONS`, and its operands in order."""
 
     function: str
     operands: tuple[Any, ...]
@@ -136,7 +136,7 @@ class Wanted(NamedTuple):
 def wanted_arithmetic(
     function: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
 ) -> Wanted | None:
-    """What a call of one of torch's functions asks for; None if it is no arithmetic known here."""
+    """The arithmetic in a call of one of torch's functions; None if it is not known here."""
     if function not in _KNOWN or kwargs:
         return None
     name, is_turned, is_in_place = _KNOWN[function]
@@ -147,7 +147,7 @@ def wanted_arithmetic(
 
 
 def is_arithmetic(function: str, operands: tuple[Any, ...]) -> bool:
-    """Whether `FUNCTIONS` has a function for these operands, at least one of which goes along."""
+    """Whether `FUNCTIONS` has a function for these operands, at least one of them carried."""
     are_plain = all(isinstance(each, Tensor | int | float | Carried) for each in operands)
     is_known = function in FUNCTIONS and len(operands) == _NUM_OPERANDS.get(function, 2)
     return is_known and are_plain and any(isinstance(each, Carried) for each in operands)

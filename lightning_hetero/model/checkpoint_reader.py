@@ -5,7 +5,7 @@
     in the model                              …experts.gate_up_proj
 
 Opening a checkpoint reads the headers of its files and finds the origin of each tensor of the
-model. Reading a tensor opens the files that it needs, and caches nothing.
+model. Reading a tensor opens its files, without a cache.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def find_files(source: str | Path, hub_options: Mapping[str, Any]) -> list[Path]
     """The safetensors files of a folder, or of a model on the hub.
 
     Raises:
-        CheckpointError: If there are no such files.
+        CheckpointError: If the files are missing.
     """
     if not Path(source).is_dir():
         if isinstance(source, Path) or Path(source).is_absolute():
@@ -117,7 +117,7 @@ def _shards_of(index: Path) -> list[str]:
 
 
 def read_headers(files: Iterable[Path]) -> list[StoredTensor]:
-    """The tensors in the files, those in 4 bits with their states."""
+    """The tensors in the files; a tensor in 4 bits has its state with it."""
     found: dict[str, StoredTensor] = {}
     for file in files:
         with _opened(file) as opened:
@@ -181,12 +181,12 @@ _FLOAT_BYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}
 
 @dataclass(frozen=True)
 class _Origin:
-    """The tensors on disk that become a tensor of the model.
+    """The tensors on disk for a tensor of the model.
 
     Args:
         name: The name of the model's tensor; the first name if the rule makes several tensors.
         rule: The conversion of transformers; None if the tensor is on disk unchanged.
-        sources: The tensors on disk, each with the pattern of the rule that its key matches.
+        sources: The tensors on disk, each with the pattern of the rule for its key.
     """
 
     name: str
@@ -210,11 +210,11 @@ class Checkpoint:
     def open(cls, source: str | Path, model: PreTrainedModel, **hub_options: Any) -> Checkpoint:
         """Find every parameter and persistent buffer of a model on disk.
 
-        Only headers are read, and tied tensors that are on disk twice.
+        Only headers are read, and tied tensors stored twice.
 
         Args:
             source: A folder, or the name of a model on the hub.
-            model: The model, on ``meta``, with neither quantisation nor adapters in it.
+            model: The model, on ``meta``, without quantisation and adapters in it.
             hub_options: ``revision``, ``token``, ``cache_dir``, ``local_files_only`` and
                 ``subfolder``, as ``from_pretrained`` takes them.
 
@@ -243,14 +243,14 @@ class Checkpoint:
         return bool(self._origins[self._stored_name[name]].entries[0].companions)
 
     def read(self, name: str) -> dict[str, Tensor]:
-        """Read one tensor of the model in the dtype that it has on disk.
+        """Read one tensor of the model in its dtype on disk.
 
         Returns:
             The tensor under the name ``""``. For a tensor in bitsandbytes' 4 bits also the parts of
-            its state, under the names that follow its own on disk: ``absmax``, ``quant_map``, ….
+            its state, under the suffixes of its own name on disk: ``absmax``, ``quant_map``, ….
 
         Raises:
-            CheckpointError: If there is no such tensor, or its file can no longer be read.
+            CheckpointError: If the tensor is missing, or its file cannot be read any more.
         """
         if name not in self._stored_name:
             raise CheckpointError(
@@ -266,7 +266,7 @@ class Checkpoint:
         return tensors
 
     def _tie(self, names: Sequence[str]) -> None:
-        """Let tied names that are not on disk read a tensor that is."""
+        """Let tied names without a tensor on disk read a stored one."""
         stored = [name for name in names if name in self._origins]
         for other in stored[1:]:
             # One parameter cannot have two contents, and the loss of one would go unnoticed.
@@ -282,7 +282,7 @@ class Checkpoint:
 class _Conversion:
     """The conversion of transformers from tensors on disk to a model's: rename, merge, split.
 
-    It uses private functions of transformers, which a new version may change.
+    It uses private functions of transformers: a new version may change them.
     """
 
     def __init__(self, model: PreTrainedModel) -> None:
@@ -320,7 +320,7 @@ class _Conversion:
         return [origin for name, origin in found.items() if name in self.wanted]
 
     def _rename(self, key: str) -> tuple[str, str | None]:
-        """A key's name in the model, and the pattern of the rule that it matches."""
+        """A key's name in the model, and the matching pattern of the rule."""
         prefix = self._model.base_model_prefix
         name, pattern = rename_source_key(key, self._renamings, self._rules, prefix, self.wanted)
         if name not in self.wanted and key in self.wanted:
@@ -391,7 +391,7 @@ def _check_packed(name: str, wanted: Tensor, entry: StoredTensor) -> None:
 
 
 def _tied_names(model: PreTrainedModel) -> list[list[str]]:
-    """The names of each parameter that has several."""
+    """The names of each parameter with several names."""
     names = defaultdict(list)
     for name, parameter in model.named_parameters(remove_duplicate=False):
         names[id(parameter)].append(name)

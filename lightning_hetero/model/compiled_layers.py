@@ -1,10 +1,10 @@
-"""Layers that the user has compiled by `torch.compile`, each by itself.
+"""Layers compiled by the user with `torch.compile`, each by itself.
 
 A worker gets the layer without the wrapper, and the plan says whether the worker compiles it. So
 all layers of such a model run uncompiled while some are on workers:
 
     layers.3 = torch.compile(layer)      a wrapper, with the layer as its child `_orig_mod`
-    layers.3.compile()                   the layer itself, which calls compiled code
+    layers.3.compile()                   the layer itself: it calls compiled code
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def without_wrapper(name: str, module: nn.Module) -> tuple[str, nn.Module]:
 
 
 def without_wrapper_names(path: str) -> str:
-    """The path that a module would have without wrappers."""
+    """The path of a module without wrappers."""
     return ".".join(part for part in path.split(".") if part != _CHILD)
 
 

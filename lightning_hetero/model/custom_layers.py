@@ -1,9 +1,9 @@
-"""Layers of classes outside transformers as plain data, and layers rebuilt from that data.
+"""Layers of classes outside transformers as plain data, and layers rebuilt from this data.
 
-The arguments of a constructor are not known afterwards, so the tree of modules that it made is
+The arguments of a constructor are not known afterwards, so the resulting tree of modules is
 described: the class of each module, its plain attributes, the shapes of its tensors, and its
-children. A module, parameter or object that a stage has in two places is described once. Rebuilding
-runs no constructor.
+children. A module, parameter or object in two places of a stage is described once. Rebuilding does
+not run constructors.
 
     describe_blocks, build_blocks    the layers of a stage
 
@@ -71,7 +71,7 @@ class BufferNode(EmptyTensorNode, frozen=True):
 class ModuleNode(msgspec.Struct, frozen=True, omit_defaults=True):
     """A module. Children are numbers of earlier nodes; parameters are numbers of tensor nodes.
 
-    A linear layer in 4 bits is a `Linear` with ``four_bit``, and has no parameter but its bias.
+    A linear layer in 4 bits is a `Linear` with ``four_bit``; its bias is its only parameter.
     """
 
     layer_class: ImportPath
@@ -89,9 +89,9 @@ class BlocksRecipe(msgspec.Struct, frozen=True, tag="blocks"):
         layers: From the number of each layer in the plan to the number of its node.
         modules: All modules, children before their parents.
         parameters: All parameters.
-        imports: The Python modules besides torch's that define the classes and functions.
-        code: The digest of each function that the layers run; see `layer_code`.
-        outputs: What transformers collects from inside the layers.
+        imports: The Python modules of the classes and functions, besides torch's.
+        code: The digest of each function run by the layers; see `layer_code`.
+        outputs: The outputs collected by transformers from inside the layers.
     """
 
     layers: dict[int, Number]
@@ -204,7 +204,7 @@ class _Description:
 
 
 def _check_is_ordinary(module: nn.Module, name: str) -> None:
-    """Refuse modules whose class or weights torch creates at run time."""
+    """Refuse modules with a class or weights created by torch at run time."""
     makers = [type(hook).__module__ for hook in module._forward_pre_hooks.values()]
     if is_parametrized(module) or any(name.startswith("torch.nn.utils.") for name in makers):
         raise ModelError(
@@ -236,7 +236,7 @@ def build_blocks(
 
     Args:
         recipe: Of `describe_blocks`.
-        allowed: The imports that are allowed.
+        allowed: The allowed imports.
         device: Where the layers will compute.
 
     Raises:
@@ -252,7 +252,7 @@ def build_blocks(
     for node in recipe.modules:
         _check_names(node, classes[node.layer_class])
         made = _module(classes[node.layer_class], node, parameters, built)
-        # Behind the children, which attributes may refer to.
+        # After the children: attributes may refer to them.
         attributes = node.attributes.items()
         vars(made).update(
             {n: read_value(v, allowed, made, 0, device, found) for n, v in attributes}
@@ -322,12 +322,12 @@ def _linear(node: ModuleNode, four_bit: FourBit, parameters: Sequence[nn.Paramet
 
 
 def _hides_method(layer_class: type[nn.Module], name: str) -> bool:
-    """Whether a plain attribute of that name would be called instead of a method of the class."""
+    """Whether a plain attribute of this name would be called instead of a method of the class."""
     return callable(getattr(layer_class, name, None))
 
 
 def _check_names(node: ModuleNode, layer_class: type[nn.Module]) -> None:
-    """Refuse names that would hide methods of the class, attributes of torch, or each other."""
+    """Refuse names if they would hide methods of the class, attributes of torch, or each other."""
     names = [*node.attributes, *node.parameters, *node.buffers, *node.children]
     for name in names:
         is_dunder = name.startswith("__") and name.endswith("__")

@@ -1,11 +1,11 @@
 """4-bit weights of bitsandbytes: describe them, split them for the wire, rebuild them elsewhere.
 
 A tensor in 4 bits is packed bytes and a state: the scales of its blocks, its code book and more.
-bitsandbytes keeps one in two places: as the weight of a `Linear4bit`, and as a parameter behind a
+bitsandbytes keeps one in two places: as the weight of a `Linear4bit`, and as a parameter with a
 parametrization, for the experts of a mixture:
 
     q_proj                                weight      state in weight.quant_state
-    experts.parametrizations.down_proj    original    state in that module's own [0].quant_state
+    experts.parametrizations.down_proj    original    state in the module's own [0].quant_state
 
 The core calls the functions of this module through `stored.py`.
 """
@@ -52,7 +52,7 @@ def read_state(state: State, packed: Tensor, described: FourBit) -> Any:
 
 
 def _check_state(state: Any, packed: Tensor, described: FourBit) -> None:
-    """Refuse a state whose parts have other lengths than the tensor needs."""
+    """Refuse a state if its parts do not fit the tensor."""
     num_scales = _num_blocks(torch.Size(described.shape).numel(), state.blocksize)
     scales_dtype = torch.uint8 if state.nested else torch.float32
     packed_form = (getattr(torch, described.storage), described.packed_shape)
@@ -90,7 +90,7 @@ def _form(tensor: Tensor) -> tuple[torch.dtype, int]:
 
 
 def is_stored(owner: nn.Module, leaf: str) -> bool:
-    """Whether a module's own parameter of that name is stored in 4 bits."""
+    """Whether a module's own parameter of this name is stored in 4 bits."""
     if _is_linear(owner):
         return leaf == "weight"
     return leaf == "original" and _is_parametrization(owner)
@@ -105,7 +105,7 @@ def state_of(owner: nn.Module, leaf: str) -> State:
 
 
 def with_state(owner: nn.Module, leaf: str, packed: Tensor, state: State) -> nn.Parameter:
-    """Make a parameter that can replace a 4-bit one, and set the state on the owner.
+    """Make a parameter to replace a 4-bit one, and set the state on the owner.
 
     An empty state belongs to a parameter without content.
 
@@ -133,7 +133,7 @@ def with_state(owner: nn.Module, leaf: str, packed: Tensor, state: State) -> nn.
 
 
 def pack(owner: nn.Module, leaf: str, content: Tensor) -> tuple[Tensor, State]:
-    """Pack a tensor with the settings of the 4-bit parameter that it will fill, on its device."""
+    """Pack a tensor on its device, with the settings of its future 4-bit parameter."""
     described = describe(owner, leaf)
     packed, state = bitsandbytes().functional.quantize_4bit(
         content.contiguous(),
@@ -177,8 +177,7 @@ def apply_all(model: nn.Module, described: Mapping[str, FourBit]) -> None:
     """Turn linear layers and parameters of a model on ``meta`` into 4-bit ones without content.
 
     Raises:
-        ModelError: If bitsandbytes is missing, the model has no such layer or parameter, or a shape
-            is impossible.
+        ModelError: If bitsandbytes, a layer or a parameter is missing, or a shape is impossible.
     """
     for path, four_bit in described.items():
         parent_path, _, name = path.rpartition(".")
@@ -227,8 +226,8 @@ def multiply_in(root: nn.Module, dtype: torch.dtype) -> None:
 def keep_layout(root: nn.Module) -> None:
     """Keep bitsandbytes from repacking weights on CPUs with AVX512-BF16.
 
-    There the first evaluation changes a weight in place, with loss, to a layout that has no
-    gradient: training after a validation would silently lose a part of the gradients.
+    There the first evaluation changes a weight in place, with loss, to a layout without gradient:
+    training after a validation would silently lose a part of the gradients.
     """
     for linear in _linears(root):
         linear.support_avx512bf16_for_cpu = False
@@ -292,7 +291,7 @@ class _ShapesOnly(ForwardOverride):
 
 
 def _holder(owner: Any) -> Any:
-    """The weight or parametrization that holds the state of a module's 4-bit parameter."""
+    """The weight or parametrization with the state of a module's 4-bit parameter."""
     return owner.weight if _is_linear(owner) else owner[0]
 
 

@@ -1,10 +1,10 @@
-"""Decoder layers cut in two behind their attention, so that a plan can be finer than whole layers.
+"""Decoder layers cut in two after their attention, for plans finer than whole layers.
 
     layer 3       h + attention(norm(h))   │   h + mlp(norm(h))
     as halves     6                        │   7
 
-`partial_layers.py` says what a half is. To find the cut, ``forward`` is called with stand-ins for
-the children: the two halves in a row must give the bits of the whole layer.
+`partial_layers.py` defines a half. To find the cut, ``forward`` is called with stand-ins for the
+children: the two halves in a row must give the bits of the whole layer.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ def cut_layers(layers: Sequence[DecoderLayer]) -> list[DecoderLayer]:
 
 
 class _StandIn(nn.Module):
-    """Computes a known function in the place of a child, and notes that it was called."""
+    """Computes a known function in the place of a child, and notes its call."""
 
     def __init__(self, name: str, number: int, in_tuple: bool, called: list[str]) -> None:
         super().__init__()
@@ -128,7 +128,7 @@ def _check_nothing_is_shared(layer: DecoderLayer, halves: Sequence[nn.Module]) -
 
 
 def _find_cut(layer: nn.Module) -> tuple[AbsentChildren, AbsentChildren] | None:
-    """The absent children of the first half and of the second one; None if there is no cut."""
+    """The absent children of the first half and of the second one, if there is a cut."""
     for in_tuple in (True, False):
         called: list[str] = []
         stand_ins = {
@@ -151,7 +151,7 @@ def _find_cut(layer: nn.Module) -> tuple[AbsentChildren, AbsentChildren] | None:
 
 
 def _leaves_out_some(layer: nn.Module, called: Sequence[str]) -> bool:
-    """Whether a child with weights was not called, so that the trial missed a part of the layer.
+    """Whether a child with weights was not called: then the trial missed a part of the layer.
 
     Attention to an encoder does not count.
     """
@@ -162,7 +162,7 @@ def _leaves_out_some(layer: nn.Module, called: Sequence[str]) -> bool:
 
 
 def _try(*layers: nn.Module) -> Tensor | None:
-    """Run layers whose children are stand-ins, one after the other; None if one of them raises."""
+    """Run layers of stand-ins, one after the other; None if one of them raises."""
     for layer in layers:
         layer.training = False  # no dropout
     # Five samples: a tensor of two could be unpacked like a tuple of two.

@@ -1,12 +1,12 @@
 """Hugging Face configs as data, and configs made of data from the network.
 
     plain_config, read_config    a config as data, and back
-    check_config                 what data must not have
+    check_config                 the entries that data must not have
     check_size                   how large a model it may ask for
-    hubs_shut_off                what is built of a config downloads nothing
+    hubs_shut_off                builds from a config without downloads
 
-A config can name code and other models on a hub, which transformers would download with the token
-of the worker's owner. Such entries are left out here, and refused from others.
+A config can name code and other models on a hub: transformers would download them with the token of
+the worker's owner. Such entries are left out here, and refused from others.
 """
 
 from __future__ import annotations
@@ -40,14 +40,14 @@ _NOT_FROM_CONFIG = (
     "quantization_config",
     "trust_remote_code",
 )
-# Those of them that no layer misses on a worker.
+# The entries among them that layers do not miss on a worker.
 _TRAVELS_APART = re.compile(
     r"_?((attn|experts)_implementation(_internal|_autoset)?|name_or_path|auto_map"
     r"|quantization_config|trust_remote_code)"
 )
 # The keys in these are the user's own words.
 _LABELS = ("id2label", "label2id")
-# With one of these as an entry, a config would read other entries than those that are checked.
+# With one of these as an entry, a config would read other entries than the checked ones.
 _OF_CONFIG_CLASSES = ("attribute_map", "sub_configs", "sub_configs_defaults")
 
 # The bound on each count in a config (layers, heads, experts): all are built, if only on `meta`.
@@ -65,7 +65,7 @@ _MOST_DEPTH = 32
 
 
 def plain_config(config: PretrainedConfig) -> dict[str, Any]:
-    """A config as in its ``config.json``, without the entries that workers refuse.
+    """A config as in its ``config.json``, without entries refused by workers.
 
     Raises:
         ModelError: If a worker's config would have another value for such an entry.
@@ -79,7 +79,7 @@ def plain_config(config: PretrainedConfig) -> dict[str, Any]:
 
 
 def _left_out(content: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Any]]:
-    """The entries that are left out and that a layer may read, by their paths."""
+    """The left-out entries that a layer may read, by their paths."""
     for key, item in content.items() if isinstance(content, dict) else ():
         if _is_of_a_hub(key):
             if _TRAVELS_APART.fullmatch(key) is None:
@@ -93,7 +93,7 @@ def _check_same_without(
     plain: dict[str, Any],
     left_out: dict[tuple[str, ...], Any],
 ) -> None:
-    """Refuse a config whose layers would compute with other values on a worker, in silence."""
+    """Refuse a config if its layers would silently compute with other values on a worker."""
     try:
         with hubs_shut_off():
             made = config_class.from_dict(plain)
@@ -132,7 +132,7 @@ def read_config(
 
     Raises:
         ModelError: If the data could download code or another model, has a count without a bound,
-            or is no config of that class.
+            or is not a config of this class.
     """
     for what, kind, known in (
         ("attention", attention, ATTENTION_KINDS),
@@ -312,8 +312,8 @@ _LOCK = threading.Lock()
 def hubs_shut_off() -> Iterator[None]:
     """Refuse every request to the Hugging Face hub within the block, before it is sent.
 
-    A recipe is checked before it is built. This holds for what a library does beyond it: some
-    models ask the hub for kernels or other models when they are built.
+    A recipe is checked before it is built. This covers a library's own requests: some models ask
+    the hub for kernels or other models when they are built.
     """
     with _LOCK:
         _WAS_OFF.append(hub.HF_HUB_OFFLINE)

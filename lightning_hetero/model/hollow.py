@@ -1,12 +1,12 @@
-"""Hollow layers: decoder layers that stay in the module tree while their weights live elsewhere.
+"""Hollow layers: decoder layers in the module tree, with their weights elsewhere.
 
     hidden ─▶ layer 4 ─▶ away ─▶ layer 5 ─▶ away ─▶ layer 6 ─▶ hidden
               record             record             record, then exchange(hidden, [calls 4 to 6])
 
 A hollow layer is the same object as before, with the same class, name and attributes; its
 parameters are ``meta`` tensors and its ``forward`` records how the model called it. The last layer
-of the run exchanges the hidden states for those that come back; the other layers return
-placeholders (`placeholders.py`). With the input embedding in the run, it starts from token ids.
+of the run exchanges the hidden states for the returned ones; the other layers return placeholders
+(`placeholders.py`). With the input embedding in the run, it starts from token ids.
 
 State dicts get their content from where the tensors are:
 
@@ -20,12 +20,12 @@ Layers may be kept: they are hollow too, and their weights are here all the same
     hidden ─▶ layer 4 ─▶ layer 5 ─▶ hidden ─▶ layer 6 ─▶ hidden
               kept       kept                 record, then exchange(hidden, [call 6])
 
-A model may have several lists of layers, such as those of an encoder and a decoder: each is a run
-of its own, with an exchange at its end. Tensors that carry gradients may go along with the hidden
-states, from the model or from one layer to later ones, and the model may do arithmetic with them;
-see `carried_tensors.py`.
+A model may have several lists of layers, such as an encoder's and a decoder's: each is a run of its
+own, with an exchange at its end. Tensors with gradients may go along with the hidden states, from
+the model or from one layer to later ones, and the model may do arithmetic with them; see
+`carried_tensors.py`.
 
-Nothing here knows which process computes.
+This file does not know which process computes.
 """
 
 from __future__ import annotations
@@ -101,8 +101,8 @@ from .tensors import (
     state_in,
 )
 
-# From hidden states, recorded calls, kinds of outputs, and what goes along with the hidden states
-# by name, to hidden states, and collected outputs with what comes along.
+# From hidden states, recorded calls, kinds of outputs, and carried tensors by name, to hidden
+# states, and collected outputs with returned carried tensors.
 Exchange = Callable[
     [Tensor, list[LayerCall], list[str], Mapping[str, Tensor]],
     tuple[Tensor, Iterable[tuple[str, Tensor]]],
@@ -121,16 +121,16 @@ class HollowLayers:
 
     Args:
         layers: The layers by their numbers, in order; the embedding's is `EMBEDDING_LAYER`.
-        exchange: Takes the hidden states, the recorded calls and the kinds of outputs that the
-            model collects; returns the hidden states behind the last layer, and those outputs.
+        exchange: Takes the hidden states, the recorded calls and the kinds of the model's collected
+            outputs; returns the hidden states after the last layer, and these outputs.
         remote: Access to the weights for ``state_dict`` and ``load_state_dict``.
         pass_by: Called with the number of each layer that returns a placeholder.
-        kept: The numbers of the layers that keep their weights, the first or the last of the run.
+        kept: The numbers of the layers with their weights here, the first or the last of the run.
         follow: Called before kept layers run here.
 
     Attributes:
         caches: The key-value caches of forwards through these layers.
-        held: What workers have of these layers.
+        held: The layers as workers have built them.
         state_dicts: Fills and stores the state dicts of these layers.
     """
 
@@ -153,7 +153,7 @@ class HollowLayers:
         begins = list_begins(layers)
         self._whole = HollowSpan.of(self._modules, begins)
         self._rest = HollowSpan.of(self._emptied, begins)
-        # What is hollow at present, whether kept layers run here, and what is called around them.
+        # The layers hollow at present, whether kept layers run here, and the calls around them.
         self._span, self._is_here = self._whole, False
         self._on_enter: Callable[[Tensor, bool], Tensor] = _as_it_is
         self._on_leave: Callable[[], None] = lambda: None
@@ -169,7 +169,7 @@ class HollowLayers:
         self._result_forms: dict[Hashable, tuple[int, tuple[int, ...]]] = {}
 
     def hollow(self) -> None:
-        """Empty the layers that are not kept, and override the forwards of all.
+        """Empty all but the kept layers, and override the forwards of all.
 
         Raises:
             ModelError: If a forward hook on a layer would never fire.
@@ -202,7 +202,7 @@ class HollowLayers:
         """Inside, kept layers run as ordinary ones, whichever thread calls them.
 
         Args:
-            enter: Called with the hidden states that the first kept layer gets, and whether another
+            enter: Called with the hidden states for the first kept layer, and whether another
                 tensor beside them carries a gradient; the layer gets the result.
             leave: Called when the last kept layer has run.
         """
@@ -220,7 +220,7 @@ class HollowLayers:
     def enter(
         self, number: int, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """What a kept layer gets that is about to run here.
+        """The arguments of a kept layer, just before it runs here.
 
         Raises:
             ModelError: If the layers on workers before it were not all called, or its adapters were
@@ -244,7 +244,7 @@ class HollowLayers:
             self._on_leave()
 
     def check(self) -> None:
-        """Refuse layers that cannot be hollow. Nothing has changed then.
+        """Refuse layers that cannot be hollow, before any change.
 
         Raises:
             ModelError: With the reason and the remedy.
@@ -277,11 +277,11 @@ class HollowLayers:
         self._undo.close()
 
     def forget_calls(self) -> None:
-        """Drop the calls that an aborted forward recorded in this thread."""
+        """Drop the calls of an aborted forward in this thread."""
         self._records.forget()
 
     def check_finished(self) -> None:
-        """Refuse a forward that did not call the last layers of the run.
+        """Refuse a forward without calls of the last layers of the run.
 
         Raises:
             ModelError: With the numbers of the layers.
@@ -349,7 +349,7 @@ class HollowLayers:
     def _behind(
         self, call: LayerCall, hidden: Tensor, device: torch.device
     ) -> dict[int, HiddenStatesAway]:
-        """The placeholders that the model passes to later layers of the run, by their positions."""
+        """The model's placeholders for later layers of the run, by their positions."""
         before = hidden.form if isinstance(hidden, HiddenStatesAway) else _form_of(hidden)
         # Layers are tried on `meta`, where the device's autocast does not apply.
         uncertain = {"dtype"} if torch.is_autocast_enabled(device.type) else set()
@@ -370,7 +370,7 @@ class HollowLayers:
         grad_enabled: bool,
         uncertain: set[str],
     ) -> dict[int, Form]:
-        """Find the forms of what a layer returns, by their positions, by trying it on ``meta``.
+        """Find the forms of a layer's outputs, by their positions, by trying it on ``meta``.
 
         If the layer cannot be tried, the form before the layer is assumed.
         """
@@ -395,10 +395,10 @@ class HollowLayers:
         }
 
     def _leave(self, given: Sequence[Tensor]) -> dict[int, Tensor]:
-        """Exchange the hidden states for what the last layer of the run returns, by position.
+        """Exchange the hidden states for the outputs of the run's last layer, by position.
 
         Args:
-            given: What the last layer gets.
+            given: The inputs of the last layer.
         """
         calls, sent = self._records.calls, self._records.sent
         entering, assumptions = self._records.entering, self._records.assumptions
@@ -429,8 +429,8 @@ class HollowLayers:
         return {last.hidden_at: hidden, **others}
 
     def _form_of_result(self, call: LayerCall, hidden: Tensor) -> tuple[int, tuple[int, ...]]:
-        """The length of the tuple that the layer's own forward would return, and the positions of
-        tensors in it, found by trying it.
+        """The length of the tuple from the layer's own forward, and the positions of tensors in it,
+        found by trying it.
 
         They depend on the layer and on flags among the arguments: the last block of SD3 returns
         None in the place of the text, and only an attribute tells it from the others.
@@ -450,8 +450,8 @@ class HollowLayers:
 
     @contextmanager
     def _tried(self, number: int) -> Iterator[None]:
-        """Inside, a layer may be tried on ``meta``. What it changes outside of itself is put back,
-        and said: a worker changes it elsewhere."""
+        """Inside, a layer may be tried on ``meta``. Its changes outside of itself are put back,
+        with a warning: a worker makes them elsewhere."""
         layer = self._modules[number]
         outside = OuterContent(OuterState(module for _, module in self._inside[number]))
         try:
@@ -536,7 +536,7 @@ def is_hollow(layer: nn.Module) -> bool:
 
 
 def remote_of(layer: nn.Module) -> RemoteTensors | None:
-    """Access to the tensors of a layer that is away or was lost; None for an ordinary layer."""
+    """Access to the tensors of a layer that is away or lost; None for an ordinary layer."""
     forward = _hollow_forward(layer)
     return None if forward is None else forward.run.state_dicts.remote
 
@@ -564,7 +564,7 @@ def let_move(layer: nn.Module) -> None:
 
 
 class _Unmoved(MethodOverride):
-    """A ``Module._apply`` that changes nothing."""
+    """A ``Module._apply`` without effect."""
 
     method = "_apply"
 
@@ -573,7 +573,7 @@ class _Unmoved(MethodOverride):
 
 
 def _breaks_off(number: int, is_next: bool) -> ModelError:
-    """The error for a layer that does not go on with what the one before it has returned."""
+    """The error for a layer called with other inputs than the outputs of the layer before it."""
     both = f"layers {number - 1} and {number}"
     remedy = "put the layers before and after it into the coordinator's stage"
     if number - 1 == EMBEDDING_LAYER:

@@ -1,7 +1,7 @@
 """Checks of hollow layers: another tensor, module, hook or method in them would have no effect.
 
-A worker has built the layers as they were, and computes with that. This process may hold them too,
-for the micro-batches that it runs itself.
+A worker has built the layers as they were, and computes with its own. This process may hold them
+too, for its own micro-batches.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ from .layers import DecoderLayer, describe_layer
 from .partial_layers import in_tree
 from .state import Held
 
-# Hooks of Lightning, such as those of its profiler and its summary, observe and change nothing.
+# Hooks of Lightning, such as its profiler's and its summary's, only observe.
 _OBSERVERS = ("lightning.", "pytorch_lightning.")
 
 # Their modes observe, or make tensors on a device.
 _LIBRARIES = frozenset({"torch", "lightning", "pytorch_lightning", "lightning_hetero"})
 
 
-# What torch calls for every module of this process.
+# The tables of hooks that torch calls for every module of this process.
 _HOOKS_OF_ALL_MODULES = (
     "_global_forward_pre_hooks",
     "_global_forward_hooks",
@@ -43,13 +43,13 @@ _HOOKS_OF_ALL_MODULES = (
 
 
 def check_shared_states(layers: Mapping[int, DecoderLayer]) -> None:
-    """Refuse layers on workers that store their keys and values for later layers, as in Gemma 3n
+    """Refuse layers on workers if they store their keys and values for later layers, as in Gemma 3n
     and in small models of Gemma 4. The model would not get them.
 
-    The layers that share them may be on workers: the keys and values go along.
+    The later layers may be on workers: the keys and values go along.
 
     Raises:
-        ModelError: With the plan that works.
+        ModelError: With a plan that works.
     """
     storing: dict[int, Any] = {
         number: module.config
@@ -68,23 +68,23 @@ def check_shared_states(layers: Mapping[int, DecoderLayer]) -> None:
 
 
 class HeldLayers:
-    """The layers that workers have built as they were. Workers follow changes of attributes, and
-    could not follow others.
+    """The layers as workers have built them. Workers follow changes of attributes, and could not
+    follow others.
 
     Args:
         layers: The layers by their numbers.
-        emptied: The numbers of those whose tensors are on ``meta``; this process holds the others
+        emptied: The numbers of the layers with tensors on ``meta``; this process holds the others
             too.
 
     Attributes:
-        unsent: The changes of attributes that workers have not been sent.
+        unsent: The changes of attributes not sent to workers so far.
     """
 
     def __init__(self, layers: Mapping[int, DecoderLayer], emptied: Collection[int]) -> None:
         self._layers = layers
         self._emptied = emptied
         self.unsent: list[Change] = []
-        # The layers that the present forward has called.
+        # The layers called by the present forward.
         self._called: set[int] = set()
 
     def begin(self) -> None:
@@ -97,11 +97,11 @@ class HeldLayers:
         self._num_hooks = RemovableHandle.next_id
 
     def note_call(self, number: int) -> None:
-        """Note that a forward calls a layer, which a worker computes later, as it is now.
+        """Note a forward's call of a layer: a worker computes it later, with the layer as it is
+        now.
 
         Raises:
-            ModelError: If the attributes of a layer that was called before it have changed
-                meanwhile.
+            ModelError: If the attributes of a layer called before it have changed meanwhile.
         """
         if number <= max(self._called, default=number - 1):
             self._called = set()
@@ -110,17 +110,17 @@ class HeldLayers:
         self._called.add(number)
 
     def end_forward(self) -> None:
-        """Note that the forward has called all layers that workers compute next.
+        """Note that the forward has called all layers for the workers' next computation.
 
         Raises:
-            ModelError: As for `note_call`, or if a layer has changed as no worker can follow.
+            ModelError: As for `note_call`, or if workers cannot follow a layer's change.
         """
         self.take_changes()
         self._called = set()
 
     def take_changes(self) -> None:
-        """Note changes of attributes as unsent: they stay so after an error, which a check may
-        catch.
+        """Note changes of attributes as unsent: they stay so after an error, since a check may
+        catch it.
 
         Raises:
             ModelError: As for `end_forward`.
@@ -140,7 +140,7 @@ class HeldLayers:
             )
 
     def name_of(self, change: Change) -> str:
-        """The full name of what has changed."""
+        """The full name of the changed attribute or part."""
         return change.name(self._layers[change.layer_index].name)
 
     def _cannot_follow(self, change: Change) -> ModelError:
@@ -164,7 +164,7 @@ class HeldLayers:
         )
 
     def check_code(self) -> None:
-        """Refuse a replaced method of a class, and a hook that would not fire on a worker.
+        """Refuse a replaced method of a class, and a hook if it would not fire on a worker.
 
         Raises:
             ModelError: With its name and the remedy.
@@ -206,7 +206,7 @@ def check_hooks_of_all_modules(is_excused: Callable[[Callable[..., Any]], bool])
     """Refuse hooks that torch calls for every module of this process.
 
     Raises:
-        ModelError: If there is one that the function does not excuse.
+        ModelError: If the function does not excuse one of them.
     """
     hooks = (
         hook for name in _HOOKS_OF_ALL_MODULES for hook in getattr(torch_modules, name).values()
@@ -246,7 +246,7 @@ def _warn_of(modes: Iterable[Any], hooks: Sequence[Callable[..., Any]] | None) -
 
 
 def warn_of_changes_outside(number: int, names: Sequence[str]) -> None:
-    """Warn of what the forward of a layer on a worker changes outside of the layer."""
+    """Warn of changes outside of a layer by its forward on a worker."""
     if names:
         rank_zero_warn(
             f"The forward of layer {number} changes {', '.join(names)}, which is outside of the "
@@ -269,7 +269,7 @@ def hook_away(name: str) -> ModelError:
 
 
 def observes(hook: Callable[..., Any]) -> bool:
-    """Whether a hook is one of Lightning's own, which change nothing."""
+    """Whether a hook is Lightning's own: these only observe."""
     while isinstance(hook, partial):
         hook = hook.func
     return str(getattr(hook, "__module__", "")).startswith(_OBSERVERS)

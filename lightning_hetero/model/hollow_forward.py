@@ -1,6 +1,6 @@
-"""What a forward through hollow layers records, and where runs of these layers begin and end.
+"""Records of a forward through hollow layers, and where runs of these layers begin and end.
 
-Each thread records for itself. What goes along with the hidden states gets its name here.
+Each thread records for itself. Tensors carried with the hidden states get their names here.
 """
 
 from __future__ import annotations
@@ -35,15 +35,15 @@ from .tensors import may_have_gradient
 
 
 class Records(threading.local):
-    """What the forward in the present thread has recorded of a run of hollow layers.
+    """The records of a run of hollow layers, by the forward in the present thread.
 
     Attributes:
         calls: The calls of the layers so far; None outside of the run.
         sent: The hidden states before the first layer.
-        entering: What enters the first layer besides them, by name.
-        along: What finds the form of what goes along, by name.
-        assumptions: What the model was told of placeholders without certainty.
-        away: What the placeholders of this forward stand for, as far as the model still has them.
+        entering: The other tensors that enter the first layer, by name.
+        along: A function for the form of each carried tensor, by name.
+        assumptions: Uncertain answers to the model about placeholders.
+        away: The contents of this forward's placeholders, as far as the model still has them.
     """
 
     calls: Any = None
@@ -52,7 +52,7 @@ class Records(threading.local):
     along: Mapping[str, Callable[[], Form]] = MappingProxyType({})
     assumptions: Any = None
     away: Sequence[weakref.ref[PlaceholderContent]] = ()
-    # The model's own tensors that workers get.
+    # The model's own tensors for workers.
     _given: GivenTensors = GivenTensors()
     _modes: Any = None
 
@@ -65,13 +65,13 @@ class Records(threading.local):
         self.assumptions = Assumptions(self.compute)
 
     def forget(self) -> None:
-        """Drop what was recorded."""
+        """Drop the records."""
         self.calls = self.sent = None
         self.entering, self.along = MappingProxyType({}), MappingProxyType({})
         self.away, self._given = (), GivenTensors()
 
     def is_behind(self, number: int, value: Any) -> bool:
-        """Whether a value is a placeholder for what a layer of this run has returned."""
+        """Whether a value is a placeholder for the output of a layer of this run."""
         return self.is_ours(value) and value.number == number
 
     def is_ours(self, value: Any) -> bool:
@@ -79,18 +79,18 @@ class Records(threading.local):
         return isinstance(value, HiddenStatesAway) and value.is_of(self.assumptions)
 
     def note(self, states: HiddenStatesAway) -> HiddenStatesAway:
-        """Note a placeholder that the model gets."""
+        """Note a placeholder for the model."""
         self.away = (*self.away, weakref.ref(states.content))
         self.along = {**self.along, states.name: states.form}
         return states
 
     def still_there(self, given: Sequence[Tensor]) -> list[PlaceholderContent]:
-        """What the model may compute with behind the last layer: what it still has of the hidden
-        states that layers have got, and of the results of arithmetic.
+        """The tensors that the model may compute with after the last layer: hidden states given to
+        layers and results of arithmetic, as far as the model still has them.
 
         Args:
-            given: What the last layer gets. Nearly every model still has that, and only those use
-                it again that have done so with what earlier layers have got, or still have more.
+            given: The inputs of the last layer. Nearly every model still has them; it uses them
+                again only if it has done so with inputs of earlier layers, or still has more.
         """
         calls: list[LayerCall] = self.calls
         results = {step.name for call in calls for step in call.arithmetic}
@@ -103,7 +103,7 @@ class Records(threading.local):
         return there if any(content not in passed for content in there) else []
 
     def compute(self, wanted: Wanted) -> HiddenStatesAway:
-        """Have arithmetic done behind the layer that was called last.
+        """Have arithmetic done after the layer called last.
 
         Raises:
             ModelError: If it cannot be done there.
@@ -135,7 +135,7 @@ class Records(threading.local):
         return self.note(made)
 
     def name_of(self, hidden: Tensor) -> str | None:
-        """The name of hidden states among what goes along; None if they do not."""
+        """The name of hidden states, if they are carried."""
         if hidden is self.sent:
             return ENTERED
         return hidden.name if self.is_ours(hidden) else None  # type: ignore[attr-defined]
@@ -143,7 +143,7 @@ class Records(threading.local):
     def note_call(
         self, number: int, tensors: Iterable[Tensor], parameters: Iterable[Tensor]
     ) -> None:
-        """Note that a layer is called with tensors, and which of its parameters train.
+        """Note the tensors of a layer's call, and whether its parameters train.
 
         Raises:
             ModelError: If it is called in another mode of torch than the layers before it.
@@ -153,7 +153,7 @@ class Records(threading.local):
         self._given.note_flags(number, parameters)
 
     def check_given(self) -> None:
-        """Refuse a change of what the model has given to layers, or has used in arithmetic.
+        """Refuse a change of tensors given to layers, or used in arithmetic.
 
         Raises:
             ModelError: With the form of the tensor.
@@ -166,7 +166,7 @@ class Records(threading.local):
         return not isinstance(operand, Tensor) or not operand.is_meta
 
     def _operand(self, operand: Any, wanted: Wanted) -> Any:
-        """What stands for an operand on the way to a worker."""
+        """An operand as it goes to a worker."""
         if isinstance(operand, HiddenStatesAway):
             return Carried(operand.name)
         if operand is self.sent:
@@ -182,7 +182,7 @@ class Records(threading.local):
         return self._carried(operand)
 
     def carry(self, tree: Any) -> Any:
-        """A call's arguments with `Carried` in the place of what goes along."""
+        """A call's arguments with `Carried` in the place of carried tensors."""
         return mapped(tree, Tensor, self._carried)
 
     def goes_along(self, tensor: Tensor) -> bool:
@@ -210,7 +210,7 @@ class Records(threading.local):
         return Carried(name)
 
     def forms(self, call: LayerCall) -> Callable[[], dict[str, Tensor]]:
-        """Finds the forms of what goes along to a layer, when they are wanted."""
+        """A function that finds the forms of a layer's carried tensors on demand."""
         found = {name: self.along[name] for name in call.carried}
         return lambda: {name: form().on_meta for name, form in found.items()}
 
@@ -234,8 +234,8 @@ def _to_meta(tensor: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class HollowSpan:
-    """The layers that are hollow at present, in runs: the first layers of runs, the last ones, and
-    the first ones with a cache."""
+    """The layers hollow at present, in runs: the first layers of runs, the last ones, and the first
+    ones with a cache."""
 
     firsts: frozenset[int]
     lasts: frozenset[int]
@@ -265,6 +265,6 @@ class HollowSpan:
 
 
 def list_begins(layers: Mapping[int, DecoderLayer]) -> set[int]:
-    """The numbers of layers that begin another list than the layer before them is in."""
+    """The numbers of layers in another list than the layer before them."""
     pairs = zip(layers.items(), list(layers.items())[1:], strict=False)
     return {n for (_, before), (n, layer) in pairs if layer.list_index != before.list_index}

@@ -30,7 +30,7 @@ class RemoteTensors(Protocol):
     """Access to the weights of hollow layers, under the names of `tensors.py`."""
 
     def fetch(self, names: Sequence[str]) -> dict[str, Tensor]:
-        """Read tensors, and the quantization state of those in 4 bits."""
+        """Read tensors, and the quantization state of tensors in 4 bits."""
 
     def store(self, tensors: Mapping[str, Tensor]) -> None:
         """Overwrite tensors."""
@@ -38,13 +38,13 @@ class RemoteTensors(Protocol):
 
 @dataclass(frozen=True)
 class _Given:
-    """A tensor that a state dict has got from a worker.
+    """A tensor in a state dict, fetched from a worker.
 
     Args:
         name: Its name on the worker.
         key: Its key in the state dict.
         tensor: A weak reference to it.
-        alias: As it was then; shares its count of changes, and not its memory, which may be freed.
+        alias: As it was then; shares its count of changes, but not its memory: it may be freed.
     """
 
     name: str
@@ -69,7 +69,7 @@ class HollowStateDicts:
 
     Attributes:
         remote: Access to the layers' tensors.
-        left_out: Tensors that state dicts leave out, and that are not fetched.
+        left_out: Tensors left out of state dicts, and not fetched.
     """
 
     def __init__(self, layers: Mapping[int, nn.Module], remote: RemoteTensors) -> None:
@@ -77,7 +77,7 @@ class HollowStateDicts:
         self.remote = remote
         self._undo = ExitStack()
         self.left_out: set[Tensor] = set()
-        # What state dicts have got.
+        # The tensors given to state dicts.
         self._given: list[_Given] = []
 
     def attach(self) -> None:
@@ -96,9 +96,9 @@ class HollowStateDicts:
         self._undo.close()
 
     def changed_key(self) -> str | None:
-        """The key of a tensor that a state dict got from a worker and that was changed in place
-        since, which on one device changes the weight itself; None if there is none."""
-        # What nobody has any more cannot change; what was changed before stays so.
+        """The key of a state dict's tensor, fetched from a worker and changed in place since, if
+        there is one. On one device such a change would be in the weight."""
+        # A tensor without references cannot change any more; an earlier change stays.
         self._given = [
             each for each in self._given if each.alias.has_changed or each.tensor() is not None
         ]
@@ -142,7 +142,8 @@ class HollowStateDicts:
         metadata: dict[str, Any],
         *_rest: Any,
     ) -> None:
-        """Store what ``load_state_dict`` would copy into a module's ``meta`` tensors."""
+        """Store the tensors that ``load_state_dict`` would copy into a module's ``meta``
+        tensors."""
         if metadata.get("assign_to_params_buffers"):
             raise ModelError(
                 f"{prefix.rstrip('.')} lives on a worker, and load_state_dict(assign=True) would "
@@ -181,9 +182,9 @@ def _has_entered_parent(state: dict[str, Any], prefix: str, start: str) -> bool:
 def _names_by_key(
     module: nn.Module, prefix: str, state: dict[str, Any], start: str
 ) -> dict[str, str]:
-    """The names of a module's tensors that are on ``meta`` in a state dict.
+    """The names of a module's tensors on ``meta`` in a state dict.
 
-    A tensor that the module has under two keys gets one name.
+    A tensor under two keys of the module gets one name.
     """
     names: dict[str, str] = {}
     first: dict[int, str] = {}

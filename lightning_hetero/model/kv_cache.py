@@ -4,7 +4,7 @@
                    keys, values   length   length   length      1 to 3 are hollow
 
 A model reads the length of its cache for masks and positions, and passes the cache to its layers. A
-cache that is kept gets a number. In the place of each hollow layer's keys and values, it holds a
+kept cache gets a number. In the place of each hollow layer's keys and values, it holds a
 `LayerAway` that counts their length; the number goes to the stages with the layers' arguments.
 """
 
@@ -64,7 +64,7 @@ def _refusal(text: str) -> Callable[..., NoReturn]:
 
 
 class CacheAway:
-    """The identity of a cache that is kept on workers, shared by all its `LayerAway`."""
+    """The identity of a cache kept on workers, shared by all its `LayerAway`."""
 
     def __init__(self, owner: object, number: int) -> None:
         self.owner = owner
@@ -72,9 +72,9 @@ class CacheAway:
 
 
 class LayerLeftOut(DynamicLayer):
-    """Stands for a layer on a worker in a cache that was not kept.
+    """Stands for a layer on a worker in a dropped cache.
 
-    It refuses updates, so that a program cannot continue such a cache after the run.
+    It refuses updates: a program cannot continue such a cache after the run.
     """
 
     def __init__(self, is_sliding: bool) -> None:
@@ -90,8 +90,8 @@ class LayerLeftOut(DynamicLayer):
 class LayerAway(CacheLayerMixin):
     """Stands in a cache for the keys and values of a layer on a worker.
 
-    It counts their length, and notes the samples that beam search selects. All other changes, which
-    the worker would have to follow, are refused.
+    It counts their length, and notes the selected samples of beam search. It refuses all other
+    changes: the worker would have to follow them.
     """
 
     is_croppable = False
@@ -152,10 +152,10 @@ class LayerAway(CacheLayerMixin):
 
 
 class HollowCaches:
-    """Decides which key-value caches the stages keep.
+    """Decides whether the stages keep a key-value cache.
 
     A model makes a cache in every evaluation without being asked, and drops it. Such a cache is
-    left out, so that the batch can be cut and the stages keep nothing. A cache is kept if the
+    left out, so the batch can be cut and the stages stay without a cache. A cache is kept if the
     model's caller passed it or ``use_cache=True``, as `generate` does, and gradients are off.
     """
 
@@ -167,7 +167,8 @@ class HollowCaches:
         self._hooks: list[RemovableHandle] = []
 
     def listen(self, root: nn.Module, layer_names: Sequence[str]) -> None:
-        """Hook the Hugging Face model with these layers, to see what its callers ask for."""
+        """Hook the Hugging Face model with these layers, to see whether its callers want a
+        cache."""
         for model in models_around(root, layer_names)[-1:]:
             signature = inspect.signature(type(model).forward)
 
@@ -185,13 +186,13 @@ class HollowCaches:
         self._hooks.clear()
 
     def take_forgotten(self) -> list[int]:
-        """The numbers of kept caches that were garbage collected since the last call."""
+        """The numbers of kept caches garbage collected since the last call."""
         return [self._forgotten.get() for _ in range(self._forgotten.qsize())]
 
     def begin(
         self, number: int, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> None:
-        """Decide whether to keep the cache that a forward passes to its first hollow layer.
+        """Decide whether to keep the cache passed by a forward to its first hollow layer.
 
         Raises:
             ModelError: If its content is needed but was not kept, or if it cannot be kept.
@@ -231,7 +232,7 @@ class HollowCaches:
         return True
 
     def _drop(self, cache: Cache, index: int | None) -> None:
-        """Make later reads of a cache that was not kept raise, in the run and after it."""
+        """Make later reads of a dropped cache raise, in the run and after it."""
         self._dropped.add(cache)
         if index is not None and type(cache) is DynamicCache:
             _reach(cache, index)
@@ -247,7 +248,7 @@ class HollowCaches:
             )
 
     def _check_is_new(self, cache: Cache, index: int) -> None:
-        """Refuse a cache whose content for the hollow layers is missing or was made elsewhere."""
+        """Refuse a cache if its content for the hollow layers is missing or was made elsewhere."""
         if cache in self._dropped and not self._hooks:
             raise ModelError(
                 "A key-value cache is kept on workers only for layers that are all inside one "
@@ -267,7 +268,7 @@ class HollowCaches:
             )
 
     def _layer_away(self, cache: Cache, layer: nn.Module) -> LayerAway:
-        """The stand-in for a layer in a cache that is kept."""
+        """The stand-in for a layer in a kept cache."""
         index = cache_index(layer)
         if index is None:
             raise ModelError(
@@ -308,7 +309,7 @@ def _is_filled(cache: Cache, index: int) -> bool:
 
 
 def _reach(cache: Cache, index: int) -> None:
-    """Add layers up to an index to a cache that was made without a config."""
+    """Add layers up to an index to a cache made without a config."""
     while cache.layer_class_to_replicate is not None and len(cache.layers) <= index:
         cache.layers.append(cache.layer_class_to_replicate())
 

@@ -1,4 +1,4 @@
-"""One call of a decoder layer as a value, and what the layer returns.
+"""One call of a decoder layer as a value, and the form of its result.
 
 Hidden states go from layer to layer. Other tensors may go along with them, and carry gradients. In
 the arguments of a call `Carried` stands for such a tensor, by its name; see `carried_tensors.py`.
@@ -33,13 +33,13 @@ Place = int | str
 
 @dataclass(frozen=True)
 class CacheUse:
-    """A key-value cache that a stage keeps, in one call of a layer.
+    """A key-value cache of a stage, in one call of a layer.
 
     Args:
         number: The number of the cache.
         place: The argument in which the layer gets the cache.
-        length: Positions that the cache holds before the call.
-        window: The number of positions that a layer with a sliding window sees; None for all.
+        length: Positions in the cache before the call.
+        window: The number of positions in a layer's sliding window; None for all.
         rows: The samples to select from the cache first, in this order; None for all.
     """
 
@@ -54,24 +54,23 @@ class CacheUse:
 class LayerCall:
     """One call of one layer, without its hidden states.
 
-    In ``args`` and ``kwargs``, `Carried` stands for tensors that go along with them.
+    In ``args`` and ``kwargs``, `Carried` stands for tensors carried with them.
 
     Args:
         layer_index: The number of the layer.
         training: The mode of the layer.
         args: The positional arguments, without the hidden states and the cache.
         kwargs: The named arguments, likewise.
-        tuple_length: The length of the tuple that the model expects; 0 for a tensor alone.
+        tuple_length: The length of the expected tuple; 0 for a tensor alone.
         cache: The key-value cache among the arguments, if the stage keeps it.
-        other_mode: Names of the modules inside the layer that are in the other mode, such as a
-            frozen BatchNorm.
+        other_mode: Names of the modules in the other mode inside the layer, such as a frozen
+            BatchNorm.
         place: The argument in which the layer gets the hidden states.
         hidden_at: The position of the hidden states in the tuple.
         others: The positions of other tensors in it.
-        arithmetic: What is computed behind the layer, in this order.
-        handed_on: The name of the hidden states that the next layer gets; empty for those that this
-            layer returns.
-        comes_back: The names of what the model gets besides the result; of the last layer only.
+        arithmetic: The arithmetic after the layer, in this order.
+        handed_on: The name of the next layer's hidden states; empty for the result of this layer.
+        comes_back: The names of tensors that the model gets besides the result; last layer only.
     """
 
     layer_index: int
@@ -89,7 +88,7 @@ class LayerCall:
     comes_back: tuple[str, ...] = ()
 
     def set_modes(self, layer: nn.Module) -> None:
-        """Put a layer and the modules inside it into the modes that they had when it was called."""
+        """Put a layer and the modules inside it into their modes at the time of the call."""
         others = {layer.get_submodule(name) for name in self.other_mode}
         mode = self.training
         # Setting an attribute of a module takes ten times as long as reading it.
@@ -110,35 +109,36 @@ class LayerCall:
     # These two are asked for several times in a step, and a walk through the arguments takes long.
     @cached_property
     def carried(self) -> list[str]:
-        """The names of the tensors that go along and that the layer gets, each once."""
+        """The names of the carried tensors among the layer's arguments, each once."""
         return _names_in((self.args, self.kwargs))
 
     @property
     def made(self) -> set[str]:
-        """The names of what the layer returns and of what is computed behind it."""
+        """The names of the layer's outputs and of the results of arithmetic after it."""
         positions = (self.hidden_at, *self.others)
         of_layer = {returned(self.layer_index, position) for position in positions}
         return of_layer | {step.name for step in self.arithmetic}
 
     @property
     def operands(self) -> list[str]:
-        """The names of what the arithmetic behind the layer is done with, each once."""
+        """The names of the carried operands of the arithmetic after the layer, each once."""
         return _names_in(self.arithmetic) if self.arithmetic else []
 
     @cached_property
     def wanted(self) -> list[str]:
-        """The names of what must have come along for this call, each once."""
+        """The names of tensors that must have come along for this call, each once."""
         made = self.made
         names = [*self.carried, *self.operands, self.handed_on, *self.comes_back]
         return [name for name in dict.fromkeys(names) if name and name not in made]
 
     @property
     def name_behind(self) -> str:
-        """The name of the hidden states that the next layer gets."""
+        """The name of the next layer's hidden states."""
         return self.handed_on or returned(self.layer_index, self.hidden_at)
 
     def compute(self, tensors: dict[str, Tensor]) -> None:
-        """Do the arithmetic behind the layer, and add the results to what goes along, by name."""
+        """Do the arithmetic after the layer, and add the results to the carried tensors, by
+        name."""
         for step in self.arithmetic:
             tensors[step.name] = step.run(tensors)
 
@@ -163,7 +163,7 @@ class LayerCall:
         change: Callable[[Tensor], Tensor],
         change_operand: Callable[[Tensor], Tensor] | None = None,
     ) -> LayerCall:
-        """This call with a function applied to every tensor, those of arithmetic included unless
+        """This call with a function applied to every tensor, also to operands of arithmetic unless
         there is another function for them."""
         args, kwargs = mapped((self.args, self.kwargs), Tensor, change)
         arithmetic = mapped(self.arithmetic, Tensor, change_operand or change)
@@ -178,9 +178,8 @@ def take_hidden(
 ) -> tuple[Tensor, tuple[Any, ...], dict[str, Any], Place]:
     """Split the arguments of a call into the hidden states and the rest.
 
-    The hidden states are what comes from the layer before. Where nothing does, they are the first
-    argument or ``hidden_states``, and otherwise the first tensor that may have samples and
-    features.
+    The hidden states are the output of the layer before. Without one, they are the first argument
+    or ``hidden_states``, and otherwise the first tensor that may have samples and features.
 
     Args:
         number: The number of the layer.
@@ -192,7 +191,7 @@ def take_hidden(
         The hidden states, the other arguments, and the place of the hidden states.
 
     Raises:
-        ModelError: If there are no hidden states.
+        ModelError: If the hidden states are missing.
     """
     named = {place: value for place, value in _by_place(args, kwargs) if isinstance(value, Tensor)}
     place = next((place for place, value in named.items() if is_from_layer(value)), None)
@@ -211,7 +210,7 @@ def take_hidden(
 
 
 def _likely_place(tensors: Mapping[Place, Tensor]) -> Place | None:
-    """The place of the hidden states among the tensors that a layer gets."""
+    """The place of the hidden states among a layer's tensors."""
     first = next(iter(tensors), None)
     usual = [place for place in tensors if place in (0, "hidden_states")]
     # A layer that is away runs on `meta` before its hidden states can tell a dtype.
@@ -225,7 +224,7 @@ def _likely_place(tensors: Mapping[Place, Tensor]) -> Place | None:
 
 
 def _names_in(tree: Any) -> list[str]:
-    """The names of what goes along in nested arguments, each once."""
+    """The names of carried tensors in nested arguments, each once."""
     return list(dict.fromkeys(instances_in(tree, Carried)))
 
 
@@ -270,7 +269,7 @@ def _asks_for_cache(forward: Callable[..., Any]) -> bool:
 
 @dataclass(frozen=True)
 class ResultForm:
-    """The form of what a layer returns.
+    """The form of a layer's result.
 
     Args:
         length: The length of the tuple; 0 for a tensor alone.
@@ -307,7 +306,7 @@ class ResultForm:
 
     @property
     def hidden_at(self) -> int:
-        """The position of the first tensor, which the hidden states are as a rule."""
+        """The position of the first tensor: as a rule, the hidden states."""
         return min(self.tensors)
 
     @property
@@ -316,7 +315,7 @@ class ResultForm:
         return self.tensors[self.hidden_at]
 
     def fill(self, make: Callable[[int], Tensor]) -> Any:
-        """A result of this form, with tensors that ``make`` makes of their positions."""
+        """A result of this form, with tensors made by ``make`` from their positions."""
         if not self.length:
             return make(0)
         return tuple(make(at) if at in self.tensors else None for at in range(self.length))
@@ -326,7 +325,7 @@ def tensors_of(result: Any, layer: nn.Module, call: LayerCall) -> Mapping[int, T
     """Take the tensors out of a layer's result, by their positions.
 
     Raises:
-        ModelError: If the result has not the form that the model expects.
+        ModelError: If the result has another form than the expected one.
     """
     form = ResultForm.of(result, layer, call.layer_index)
     expected = sorted({call.hidden_at, *call.others})
@@ -350,7 +349,7 @@ def _in_words(tuple_length: int, positions: Sequence[int]) -> str:
 def expected_result(
     layer: nn.Module, call: LayerCall, hidden: Tensor, tensors: Mapping[str, Tensor]
 ) -> ResultForm:
-    """The form of what a layer returns.
+    """The form of a layer's result.
 
     If the layer cannot be tried, it is assumed to return a tensor like its input.
 
@@ -358,7 +357,7 @@ def expected_result(
         layer: The layer.
         call: How it is called; its form of the result does not count.
         hidden: The hidden states.
-        tensors: What goes along with them, by name.
+        tensors: The carried tensors, by name.
 
     Raises:
         ModelError: If the layer returns more than tensors.
@@ -369,7 +368,7 @@ def expected_result(
 def result_on_meta(
     layer: nn.Module, call: LayerCall, hidden: Tensor, tensors: Mapping[str, Tensor]
 ) -> ResultForm | None:
-    """Run a layer whose parameters are on ``meta``; its attributes are restored afterwards.
+    """Run a layer with its parameters on ``meta``; its attributes are restored afterwards.
 
     Returns:
         The form of the result; None if the layer cannot be tried.
@@ -396,7 +395,7 @@ def result_on_meta(
 
 @contextmanager
 def _experts_on_meta(layer: nn.Module) -> Iterator[None]:
-    """Inside, a mixture's experts compute by products that `meta` has in every dtype."""
+    """Inside, a mixture's experts compute by products available on `meta` in every dtype."""
     found = (getattr(module, "config", None) for module in layer.modules())
     configs = {id(each): each for each in found if isinstance(each, PretrainedConfig)}.values()
     before = [(config, config._experts_implementation) for config in configs]

@@ -1,16 +1,16 @@
-"""What code layers run, as digests: two machines can tell whether theirs is the same.
+"""Digests of the code of layers: two machines can compare theirs.
 
-Workers build layers from what is installed there. Another version of transformers, an older copy of
-a project, or a patch in one process (``LlamaMLP.forward = mine``) would change numbers, and nobody
-would be told.
+Workers build layers from the code installed there. Another version of transformers, an older copy
+of a project, or a patch in one process (``LlamaMLP.forward = mine``) would change numbers silently.
 
-    forward of the layers' classes ─▶ functions and methods that it names ─▶ those that these name
+    forward of the layers' classes ─▶ functions and methods named there ─▶ functions named in these
 
-Each has a place, where it was found (``transformers.models.llama.modeling_llama.rotate_half``), and
-a digest of its code without comments, docstring and annotations. Two releases of a library whose
-functions are the same have the same digests. The code of torch, and what a module imports from
-another library, has none: versions may differ there, and machines have kernels of their own. If
-somebody has put it in the place of a function that the module itself defines, it counts.
+Each function has a place, where it was found
+(``transformers.models.llama.modeling_llama.rotate_half``), and a digest of its code without
+comments, docstring and annotations. Two releases of a library with the same functions have the same
+digests. The code of torch, and a module's imports from another library, do not count: versions may
+differ there, and machines have kernels of their own. An import counts if somebody has put it in the
+place of a function of the module itself.
 """
 
 from __future__ import annotations
@@ -52,30 +52,30 @@ from .outer_values import (
 )
 from .plain_objects import is_computed, is_object, values_in
 
-# Their code is not compared. What stands in the place of a method of theirs is.
+# Their code is not compared. A replacement of one of their methods is.
 _PLATFORM = frozenset({"torch", "bitsandbytes", "kernels"})
-# What it has differs with the libraries of kernels that a machine has.
+# Its functions differ with a machine's libraries of kernels.
 _VARIED = "transformers"
 # Methods that torch calls.
 _ENTRIES = ("__init__", "__call__", "forward", "backward", "setup_context")
-# What neither is a function nor wraps one: most of what a layer has as attributes.
+# Neither functions nor wrappers of functions: most attributes of a layer.
 _PLAIN = frozenset({type(None), bool, int, float, str, dict, list, tuple})
-# What holds functions.
+# Types that hold functions.
 _HOLDING = (property, cached_property, partial, partialmethod, staticmethod, classmethod)
 _MOST_NAMED = 3
 # Names by which code reads environment variables.
 _ENVIRONMENT = frozenset({"environ", "getenv"})
-# In front of what is a value, and no digest of code.
+# In front of a value, in place of a digest of code.
 _IS = "="
 # When this process, or the one that it was forked from, began to load code.
 _BEGAN_SECONDS = time.time()
-# What says nothing about numbers.
+# Fields that cannot change numbers.
 _SILENT_FIELDS = ("annotation", "kind", "returns", "type_comment", "type_params")
 
 
 class _Code(NamedTuple):
-    """The digest of a function, what it reads, the names of attributes in it, and what it sets:
-    globals, and attributes with a dot in front of them."""
+    """The digest of a function, its readings, the names of attributes in it, and the names that it
+    sets: globals, and attributes with a dot in front of them."""
 
     digest: str
     readings: frozenset[Reading] = frozenset()
@@ -84,7 +84,7 @@ class _Code(NamedTuple):
 
 
 class _Found(NamedTuple):
-    """A function at a place; the holder is the object that it is in there, if it is in one."""
+    """A function at a place; the holder names the object around it there, if there is one."""
 
     place: str
     function: FunctionType
@@ -96,7 +96,7 @@ def code_of(layers: Iterable[nn.Module], attention: str | None = None) -> dict[s
 
     Args:
         layers: With their children.
-        attention: The name of the function of attention that they look up in transformers.
+        attention: The name of their attention function in transformers.
 
     Raises:
         ModelError: If a file has changed since its code was loaded.
@@ -108,20 +108,20 @@ def code_of(layers: Iterable[nn.Module], attention: str | None = None) -> dict[s
 
 
 def outer_values_of(layers: Iterable[nn.Module]) -> OuterValues:
-    """The values outside of the layers that their code reads, as they are now."""
+    """The present values outside of the layers, as far as their code reads them."""
     survey = _Survey(layers)
     survey.finish()
     return OuterValues(survey.values())
 
 
 def check_code(here: Mapping[str, str], wanted: Mapping[str, str]) -> None:
-    """Refuse layers whose code is not that of the coordinator.
+    """Refuse layers with other code than the coordinator's.
 
     Raises:
-        ModelError: With the places that differ, or else with those that are on one side only.
+        ModelError: With the places of differing code, or else with the places on one side only.
     """
     unlike = sorted(p for p in {**wanted, **here} if here.get(p) != wanted.get(p))
-    # What a function no longer calls is missing on one side, and is no news.
+    # A function that is no longer called is missing on one side; its caller differs then.
     differ = [place for place in unlike if place in wanted and place in here] or [
         place for place in unlike if package_of(place) != _VARIED
     ]
@@ -158,7 +158,7 @@ class LoadedCode:
         self._before = code_of(layers.values())
 
     def why_not_elsewhere(self, number: int) -> str:
-        """What a layer has that its worker lacks, as far as it is known, as a sentence."""
+        """The likely difference between a layer here and on its worker, as a sentence."""
         layer = self._layers[number]
         survey = _Survey([layer])
         now, before = survey.finish(), self._before
@@ -188,7 +188,7 @@ class _Survey:
         self._found: dict[str, str] = {}
         self._left: list[_Found] = []
         self._classes: set[type] = {object, nn.Module, torch.autograd.Function}
-        # Methods that nothing has named so far, by their names.
+        # Methods not named so far, by their names.
         self._unnamed: defaultdict[str, list[_Found]] = defaultdict(list)
         self._named = {*_ENTRIES}
         # Values by place and name: one of a class may also be read by way of a module. Some that
@@ -219,7 +219,7 @@ class _Survey:
         return dict(sorted(self._found.items()))
 
     def values(self) -> list[OuterValue]:
-        """What is read outside of the layers, but for what the code itself sets."""
+        """The values read outside of the layers, without the values set by the code itself."""
         return [each for each in self._values.values() if each.name not in self._stored]
 
     def _add_module(self, module: nn.Module) -> None:
@@ -234,10 +234,11 @@ class _Survey:
                     self._add_object(type(each))
 
     def _add_object(self, kind: type) -> None:
-        """The methods of an object's class; operators call those with underscores unnamed.
+        """Add the methods of an object's class; operators call underscore methods without a name.
 
-        Those of other classes stay unnamed: a worker may lack the object, where it builds the layer
-        by a config. What this package puts into layers, such as weights in 4 bits, does not count.
+        Underscore methods of other classes stay unnamed: a worker may lack the object, where it
+        builds the layer by a config. Objects of this package in layers, such as weights in 4 bits,
+        do not count.
         """
         if package_of(kind.__module__) == package_of(__name__):
             return
@@ -248,7 +249,7 @@ class _Survey:
             self.add(*each)
 
     def add_class(self, kind: type) -> None:
-        """The methods of a class that torch calls, and those that what is followed names."""
+        """Add the methods of a class, as far as torch calls them or followed code names them."""
         for base in set(kind.__mro__) - self._classes:
             self._classes.add(base)
             for name, value in vars(base).items():
@@ -274,7 +275,7 @@ class _Survey:
                 self.add(*found)
 
     def add(self, place: str, function: FunctionType, holder: str = "") -> None:
-        """A function at a place; the holder says what object it is in there."""
+        """Add a function at a place; the holder names the object around it there."""
         if place not in self._found:
             self._found[place] = ""
             self._left.append(_Found(place, function, holder))
@@ -283,14 +284,14 @@ class _Survey:
         self._values[value.place, value.name] = value
 
     def _note_object(self, place: str, value: Any) -> None:
-        """An object that is called like a function, and has no function inside."""
+        """Note a callable object without a function inside."""
         if (holder := _holder_of(value)) and not _functions_in(value):
             self._found[place] = holder
             if not is_installed(type(value).__module__):
                 self.add_class(type(value))
 
     def _follow(self, function: FunctionType) -> str:
-        """Take what a function names; returns the digest of its code."""
+        """Take everything named in a function; returns the digest of its code."""
         code = _code_of(function.__code__)
         self._name(code.attributes)
         self._stored |= code.stored
@@ -309,7 +310,7 @@ class _Survey:
         return code.digest
 
     def _take(self, caller: str, module: str, name: str, found: Any) -> None:
-        """What a caller finds in a module under a name."""
+        """Take the object that a caller finds in a module under a name."""
         place, holder = f"{told(module)}.{name}", _holder_of(found)
         for inner in _functions_in(found):
             is_held = holder and _is_of_platform(module)
@@ -325,7 +326,7 @@ class _Survey:
 
 
 def _links(function: FunctionType) -> Iterator[FunctionType]:
-    """A function, and those that it wraps: the last one is what was decorated."""
+    """A function, and the chain of functions wrapped by it: the last one was decorated."""
     link: Any = function
     while isinstance(link, FunctionType):
         yield link
@@ -333,7 +334,7 @@ def _links(function: FunctionType) -> Iterator[FunctionType]:
 
 
 def _home_of(function: FunctionType) -> str:
-    """The module that has a function's code: `functools.wraps` tells another one."""
+    """The module of a function's code: `functools.wraps` changes its `__module__`."""
     return str(function.__globals__.get("__name__", ""))
 
 
@@ -342,10 +343,10 @@ def _place_of(kind: type) -> str:
 
 
 def _counts(home: str, module: str, name: str, caller: str) -> bool:
-    """Whether the code of a function of ``home`` is compared that a caller finds in ``module``.
+    """Whether to compare the code of a function of ``home``, found by a caller in ``module``.
 
-    The user's own code is, and that of the caller's library. What another library has is not,
-    unless it is in the place of a function of the caller's library.
+    The user's own code counts, and the code of the caller's library. Code of another library counts
+    only in the place of a function of the caller's library.
     """
     if not is_installed(home):
         return True
@@ -363,8 +364,8 @@ def _is_of_platform(module: str) -> bool:
 
 
 def _numbers_in(function: FunctionType) -> list[str]:
-    """The numbers that a function of the user's own has as defaults, or from the function that has
-    made it; its code does not tell them."""
+    """The numbers in a user's function as defaults, or from the function around it; its code does
+    not show them."""
     if is_installed(_home_of(function)):
         return []
     changed = {each.argval for each in get_instructions(function) if each.opname == "STORE_DEREF"}
@@ -391,13 +392,13 @@ def _functions_in(value: Any) -> list[FunctionType]:
 
 
 def _holder_of(value: Any) -> str:
-    """What an object is that is called in the place of a function; empty for a function."""
+    """The description of a callable object in the place of a function; empty for a function."""
     kind = type(value)
     is_ordinary = isinstance(value, type) or kind.__module__ == "builtins"
     if is_ordinary or not callable(value) or _is_of_platform(kind.__module__):
         return ""
     given = (*value.args, *value.keywords.items()) if isinstance(value, partial) else ()
-    # What an object says of itself may have its address.
+    # The text of an object may have its address.
     numbers = [each for each in given if isinstance(each, (int, float, str, tuple))]
     said = [repr(each) for each in numbers if " at 0x" not in repr(each)]
     return " ".join([f"an object of {kind.__module__}.{kind.__qualname__}", *said])
@@ -407,7 +408,7 @@ def _holder_of(value: Any) -> str:
 def _code_of(code: CodeType) -> _Code:
     lines = linecache.getlines(code.co_filename)[code.co_firstlineno - 1 :]
     if not lines:
-        # Made by `exec`, as dataclasses make theirs; that follows from what they are made of.
+        # Made by `exec`, as methods of dataclasses are; the class determines it.
         return _Code("without source")
     source = textwrap.dedent("".join(inspect.getblock(lines)))
     try:
@@ -427,9 +428,9 @@ def _code_of(code: CodeType) -> _Code:
 
 @cache
 def _check_current(code: CodeType, file: str) -> None:
-    """Refuse code whose file has been written meanwhile, and has other code in its place.
+    """Refuse code if its file has been written meanwhile, and has other code in its place.
 
-    It is looked at once, so that a program may be edited while it trains.
+    The check runs once, so a program may be edited while it trains.
 
     Raises:
         ModelError: With the file and the remedy.
@@ -438,7 +439,7 @@ def _check_current(code: CodeType, file: str) -> None:
         is_written = os.stat(file).st_mtime >= _BEGAN_SECONDS
         is_current = not is_written or code in _codes_in(file)
     except (OSError, SyntaxError, ValueError):
-        return  # It was not loaded from a file of code, or nobody can tell.
+        return  # It was not loaded from a file of code, or this cannot be known.
     if not is_current:
         raise ModelError(
             f"{file} has changed since this process has loaded it, so the process would compute "
@@ -448,7 +449,7 @@ def _check_current(code: CodeType, file: str) -> None:
 
 @cache
 def _codes_in(file: str) -> list[CodeType]:
-    """All code that a file has now."""
+    """All code in a file now."""
     found = [compile(Path(file).read_bytes(), file, "exec", dont_inherit=True)]
     for code in found:
         found += [each for each in code.co_consts if isinstance(each, CodeType)]
@@ -456,8 +457,8 @@ def _codes_in(file: str) -> list[CodeType]:
 
 
 def _set_by(nodes: Iterable[ast.AST]) -> Iterator[str]:
-    """The names of attributes that a function sets, with a dot, of globals that it sets, and of
-    those in which it sets something."""
+    """The attributes set by a function, with a dot, the globals set by it, and the variables in
+    which it sets something."""
     for node in nodes:
         if isinstance(node, ast.Global):
             yield from node.names

@@ -48,10 +48,10 @@ class DecoderLayer:
 
 
 def find_decoder_layers(root: nn.Module, choice: LayerChoice = None) -> list[DecoderLayer]:
-    """The decoder layers in their order; an empty list if ``choice`` is None and none are found.
+    """The decoder layers in their order; the list may be empty if ``choice`` is None.
 
     Raises:
-        ModelError: If the choice of the user does not exist or is no layer.
+        ModelError: If the user's choice does not exist or is not a layer.
     """
     if choice is None:
         name = _find_layer_list(root)
@@ -64,7 +64,7 @@ def find_decoder_layers(root: nn.Module, choice: LayerChoice = None) -> list[Dec
 
 
 def without_layers(root: nn.Module) -> str:
-    """What is said of a module in which no layers are found; with the list that may be meant."""
+    """A sentence on a module without recognised layers, with the list perhaps meant."""
     said = f"{type(root).__name__} has no decoder layers that could be found"
     lists = {name: module for name, module in root.named_modules() if _is_list_of_equals(module)}
     if not lists:
@@ -119,7 +119,7 @@ def _several(parts: Sequence[Sequence[DecoderLayer]]) -> list[DecoderLayer]:
 
 
 def _layers_of(root: nn.Module, module: nn.Module) -> Sequence[DecoderLayer]:
-    """The layers in a ModuleList, or the one layer that any other module is."""
+    """The layers in a ModuleList; any other module is a layer itself."""
     name = name_of(root, module)
     if type(module) is nn.ModuleList and name:
         return _layers_of_list(root, name)
@@ -129,7 +129,7 @@ def _layers_of(root: nn.Module, module: nn.Module) -> Sequence[DecoderLayer]:
 def _layers_named(
     root: nn.Module, name: str, lists: type[nn.Module] | tuple[type[nn.Module], ...]
 ) -> list[DecoderLayer]:
-    """The module of that name, or the layers in it if it is one of the given kinds of lists."""
+    """The module of this name, or the layers in it if it is one of the given kinds of lists."""
     try:
         found = root.get_submodule(name)
     except AttributeError as error:
@@ -146,7 +146,7 @@ def _layers_named(
 
 
 def _check_not_hidden(root: nn.Module, name: str) -> None:
-    """Refuse the name of a module that Python does not find by this name.
+    """Refuse the name of a module if Python does not find the module by it.
 
     Raises:
         ModelError: If a method of torch has it.
@@ -163,7 +163,7 @@ def _check_not_hidden(root: nn.Module, name: str) -> None:
 
 
 def _near(root: nn.Module, wanted: str) -> str:
-    """A sentence that names the lists of modules, those with the most similar names first."""
+    """A sentence with the lists of modules, the most similar names first."""
     lists = (nn.ModuleList, nn.Sequential)
     names = [name for name, module in root.named_modules() if name and isinstance(module, lists)]
     if not names:
@@ -176,7 +176,7 @@ def _near(root: nn.Module, wanted: str) -> str:
 
 
 def _check_are_layers(layers: Sequence[DecoderLayer]) -> None:
-    """Refuse modules that cannot be called, and modules that would be in two places."""
+    """Refuse modules that cannot be called, and modules in two places."""
     names = [layer.name for layer in layers]
     for layer in layers:
         name = layer.name
@@ -215,9 +215,8 @@ def name_of(root: nn.Module, wanted: nn.Module) -> str:
 
 
 def _find_layer_list(root: nn.Module) -> str | None:
-    """The first of the layer lists that train, or else of all. Those of language come before those
-    of images and sound, lists of several layers before those of one, and shallow ones before deep
-    ones."""
+    """The first of the layer lists that train, or else of all. Language comes before images and
+    sound, several layers before one, and shallow lists before deep ones."""
 
     def precedence(name: str) -> tuple[bool, bool, bool, int]:
         layers: Any = root.get_submodule(name)
@@ -263,12 +262,12 @@ def _is_layer_list(model: nn.Module, module: nn.Module) -> bool:
 
 
 def models_around(root: nn.Module, layer_names: Sequence[str]) -> list[PreTrainedModel]:
-    """The Hugging Face models that hold all the layers, from the outermost to the innermost."""
+    """The Hugging Face models around all the layers, from the outermost to the innermost."""
     return _holding(_models_in(root), layer_names)
 
 
 def models_around_each(root: nn.Module, layer_names: Sequence[str]) -> list[list[PreTrainedModel]]:
-    """The Hugging Face models that hold some of the layers, one list for each innermost one.
+    """The Hugging Face models around some of the layers, one list for each innermost one.
 
     A module may have several models, such as a student and its teacher, or an encoder and a decoder
     in one model. Each list goes from the outermost model to the innermost.
@@ -279,10 +278,10 @@ def models_around_each(root: nn.Module, layer_names: Sequence[str]) -> list[list
 
 
 def chances_of_leaving_out(root: nn.Module, layer_names: Sequence[str]) -> dict[str, float]:
-    """The options above 0 in the configs around layers by which transformers leaves layers out at
-    random in training, such as ``encoder_layerdrop``.
+    """The options above 0, in the configs around layers, for leaving layers out at random in
+    training, such as ``encoder_layerdrop``.
 
-    One of an encoder says nothing of the layers of a decoder.
+    An option of an encoder does not count for the layers of a decoder.
     """
     found: dict[str, float] = {}
     for models in models_around_each(root, layer_names):
@@ -306,7 +305,7 @@ def _holding(
 
 
 def check_layers_stand_alone(root: nn.Module, stages: Sequence[Sequence[DecoderLayer]]) -> None:
-    """Refuse tensors that a remote stage would share with another stage or with the coordinator.
+    """Refuse tensors shared by a remote stage with another stage or with the coordinator.
 
     Raises:
         ModelError: With the names of a shared tensor.
@@ -435,10 +434,10 @@ class EmbeddingOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return cls(*(getattr(embedding, name) for name in cls.__struct_fields__))
 
     def apply(self, embedding: nn.Module) -> None:
-        """Set the options on an embedding that was built from the model's config.
+        """Set the options on an embedding built from the model's config.
 
         Raises:
-            ModelError: If the module is no embedding.
+            ModelError: If the module is not an embedding.
         """
         if not isinstance(embedding, nn.Embedding):
             raise ModelError(
@@ -451,11 +450,10 @@ class EmbeddingOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 @cache
 def look_past_meta() -> None:
-    """Make the ``device`` of Hugging Face models that of their first parameter with content.
+    """Give Hugging Face models the ``device`` of their first parameter with content.
 
     Without this, it is the device of the first parameter: ``meta`` if the embedding is away, and a
-    tensor that is moved there loses its content. Other models answer as before, so this is never
-    undone.
+    tensor moved there loses its content. Other models answer as before, so this is never undone.
     """
     as_before: Any = PreTrainedModel.device
 

@@ -1,9 +1,9 @@
-"""Models on ``meta`` whose weights stay in their checkpoint until a process needs them.
+"""Models on ``meta``, with their weights in the checkpoint until a process needs them.
 
     from_pretrained ──▶ model on meta ──▶ strategy ──▶ layers for workers: read, packed, sent
                                                  └──▶ everything else: read, packed, kept here
 
-Each tensor is read alone, so no process ever holds the whole model.
+Each tensor is read alone, so a process never holds the whole model.
 """
 
 from __future__ import annotations
@@ -38,13 +38,13 @@ from .tensors import UNREAD_WEIGHTS, fill, is_frozen, leave_out
 
 
 class CheckpointWeights:
-    """The parameters of a model whose content is still in its checkpoint.
+    """The parameters of a model with their content still in its checkpoint.
 
     Args:
         checkpoint: The checkpoint.
         model: The model on ``meta``.
-        conv1d: Names of weights that are the transpose of a linear layer's.
-        quantize_on: The process that packs weights into 4 bits.
+        conv1d: Names of weights stored as the transpose of a linear layer's.
+        quantize_on: The process to pack weights into 4 bits.
 
     Attributes:
         is_deployed: Whether a strategy has brought the weights to where they are needed.
@@ -78,7 +78,7 @@ class CheckpointWeights:
     def read(self, owner: nn.Module, leaf: str, *, for_worker: bool) -> tuple[Tensor, State]:
         """Read a parameter's content as its module stores it, with the state if it is in 4 bits.
 
-        Content that a worker packs itself is unpacked and has no state.
+        Content for a worker to pack itself is unpacked and without state.
         """
         parameter: Any = owner._parameters[leaf]
         name = self._names[parameter]
@@ -96,7 +96,7 @@ class CheckpointWeights:
         return stored.pack(owner, leaf, content)
 
     def end_run(self) -> None:
-        """Forget the parameters that the run has trained: the checkpoint has other values."""
+        """Forget the parameters trained by the run: the checkpoint has other values."""
         self.is_deployed = False
         for parameter in [p for p in self._names if p.requires_grad and not p.is_meta]:
             del self._names[parameter]
@@ -123,7 +123,7 @@ class CheckpointWeights:
     def _expect(
         self, module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any, *_rest: Any
     ) -> None:
-        """Keep frozen weights that a state dict lacks, and forget those that it overwrites."""
+        """Keep frozen weights missing in a state dict, and forget the overwritten ones."""
         if metadata.get("assign_to_params_buffers"):
             return
         for leaf, parameter in self._parameters_of(module):
@@ -148,7 +148,7 @@ class CheckpointWeights:
 
 
 def _on_disk(name: str) -> str:
-    """A parameter's name without the parametrization that stores it in 4 bits."""
+    """A parameter's name without its parametrization in 4 bits."""
     return re.sub(r"parametrizations\.(\w+)\.original$", r"\1", name)
 
 
@@ -168,7 +168,7 @@ def from_pretrained(
     """Make a causal language model on ``meta``, in `LightningModule.configure_model`.
 
     `HeteroPipelineStrategy` brings the weights to where they are needed when training starts.
-    Frozen weights are neither brought back when training ends nor written into Lightning's
+    Frozen weights are not brought back when training ends, and are not written into Lightning's
     checkpoints: they are in ``source`` already.
 
     Args:
@@ -178,8 +178,8 @@ def from_pretrained(
         peft_config: Adds adapters, such as ``peft.LoraConfig(...)``, and freezes all else.
         dtype: The dtype of the weights; None for the one in the config.
         attn_implementation: The attention implementation, as in transformers' ``from_pretrained``.
-        quantize_on: The process that packs weights into 4 bits. ``"coordinator"``: a quarter of
-            the bytes of bfloat16 travel. ``"worker"``: each worker packs on its own device.
+        quantize_on: The process to pack weights into 4 bits. ``"coordinator"``: a quarter of the
+            bytes of bfloat16 travel. ``"worker"``: each worker packs on its own device.
         hub_options: ``revision``, ``token``, ``cache_dir``, ``local_files_only``, ``subfolder``.
 
     Returns:
@@ -203,7 +203,7 @@ def from_pretrained(
 
 
 class _ApplyToContent(MethodOverride):
-    """A ``Module._apply`` that skips tensors whose content is still in the checkpoint."""
+    """A ``Module._apply`` without effect on tensors still in the checkpoint."""
 
     method = "_apply"
 
@@ -251,7 +251,7 @@ def _read_config(source: str | Path, hub_options: Mapping[str, Any]) -> Pretrain
 def _choose_quantization(
     source: str | Path, config: PretrainedConfig, wanted: BitsAndBytesConfig | None
 ) -> BitsAndBytesConfig | None:
-    """The quantisation of the checkpoint, or else the one that the user asked for."""
+    """The quantisation of the checkpoint, or else the user's."""
     stored = getattr(config, "quantization_config", None)
     if wanted is not None and not isinstance(wanted, BitsAndBytesConfig):
         raise ModelError(
@@ -298,7 +298,7 @@ def _build_on_meta(
 
 @torch.no_grad()
 def _compute_buffers(model: PreTrainedModel) -> None:
-    """Compute buffers that no checkpoint has, such as rotary tables.
+    """Compute buffers absent from checkpoints, such as rotary tables.
 
     transformers computes them when it initializes a module, and skips weights on ``meta``.
     """
@@ -319,7 +319,7 @@ def _read_buffers(model: PreTrainedModel, checkpoint: Checkpoint) -> None:
 def _store_in_four_bits(
     model: PreTrainedModel, quantization: BitsAndBytesConfig, checkpoint: Checkpoint
 ) -> None:
-    """Turn the linear layers that transformers chooses and the experts into 4-bit ones."""
+    """Turn the linear layers chosen by transformers and the experts into 4-bit ones."""
     is_stored = getattr(model.config, "quantization_config", None) is not None
     quantizer = AutoHfQuantizer.from_config(quantization, pre_quantized=is_stored)
     quantizer.preprocess_model(model, device_map=None)
@@ -370,7 +370,7 @@ def _adapters_need_weights(what: str) -> ModelError:
 def _pretending_to_be_here(model: nn.Module) -> Iterator[None]:
     """Replace weights on ``meta`` by NaNs on the CPU within the block, one number for each tensor.
 
-    PEFT creates adapters on the device of the weights, and on ``meta`` they would have no content.
+    PEFT creates adapters on the device of the weights: on ``meta`` they would be without content.
     An adapter with a NaN was computed from the missing weights.
     """
     places = [

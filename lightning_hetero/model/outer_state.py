@@ -1,10 +1,10 @@
-"""What the user's own code keeps outside of modules, where a change shows in no attribute.
+"""State of the user's own code outside of modules: their attributes do not show its changes.
 
-    globals · attributes of classes · what functions enclose · default arguments · the environment ·
-    what a thread has for itself
+    globals · attributes of classes · enclosed variables · default arguments · the environment ·
+    thread-local values
 
-`outer_values` has what the text of layers reads from there; here is what may change while code
-runs, whoever changes it.
+`outer_values` has the values read there by the text of layers; this file finds changes while code
+runs, whoever makes them.
 """
 
 from __future__ import annotations
@@ -32,7 +32,8 @@ _MOST_DEPTH = 3
 
 
 def form_of(value: Any, depth: int = 0) -> Any:
-    """What differs after a change of a value, in place too; of long containers the length.
+    """The form of a value: it differs after a change, in place too; long containers give their
+    length.
 
     A tensor counts by its identity and by how often it was changed.
     """
@@ -66,18 +67,18 @@ def form_of(value: Any, depth: int = 0) -> Any:
 
 
 def _full_cells(function: FunctionType) -> list[CellType]:
-    """What a function encloses; a variable may have no value yet."""
+    """The enclosed variables of a function, as far as they have a value."""
     return [cell for cell in function.__closure__ or () if cell != CellType()]
 
 
 class OuterState:
-    """The places outside of modules that the user's own code can reach.
+    """The places outside of modules within reach of the user's own code.
 
     Args:
         modules: Their classes, and the files of these, are looked at.
 
     Attributes:
-        kinds: The classes that no library has.
+        kinds: The classes outside of libraries.
     """
 
     def __init__(self, modules: Iterable[nn.Module]) -> None:
@@ -92,7 +93,7 @@ class OuterState:
         return self._files.values()
 
     def look(self) -> Iterator[tuple[str, Any]]:
-        """Each value that is there, with the place's name."""
+        """Each value there, with the place's name."""
         if not self._files:
             return
         for name, value in os.environ.items():
@@ -108,10 +109,9 @@ class OuterState:
 
 
 class OuterContent:
-    """What is outside of modules at one time, to be put back.
+    """The values outside of modules at one time, to be put back.
 
-    What another thread has changed in these places meanwhile is put back too: nothing tells who has
-    changed a value.
+    Changes of other threads in these places are put back too: the author of a change is unknown.
 
     Args:
         state: The places.
@@ -127,7 +127,7 @@ class OuterContent:
         self._attributes = [(kind, {**vars(kind)}) for kind in state.kinds]
 
     def restore(self) -> list[str]:
-        """Put back what has changed, and return the names of the places."""
+        """Put back the changed values, and return the names of their places."""
         forms = {name: form_of(value) for name, value in self._state.look()}
         names = forms.keys() | self._forms.keys()
         changed = sorted(n for n in names if forms.get(n) != self._forms.get(n))
@@ -143,7 +143,7 @@ class OuterContent:
 
 
 def _content_of(value: Any) -> Callable[[], None] | None:
-    """What puts back the content of a value that can change in place; None if there is none."""
+    """A function that puts back the content of a value; None if it cannot change in place."""
     if isinstance(value, (list, deque, dict, set)):
         return partial(refill, value, value.copy())
     if isinstance(value, FunctionType):

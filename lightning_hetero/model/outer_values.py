@@ -1,14 +1,14 @@
-"""The values that the code of layers reads from outside of them: globals, attributes of classes.
+"""Values outside of layers, read by their code: globals, attributes of classes.
 
-A worker imports the user's modules by itself and has what their text says. What the training
-script has set since (``blocks.SCALE = 2.0``, ``blocks.config.rope = False``) it does not have.
+A worker imports the user's modules by itself and has the values of their text. It lacks values set
+since by the training script (``blocks.SCALE = 2.0``, ``blocks.config.rope = False``).
 
     is_installed   whether a module is a library's, or the user's own
-    readings_in    what a function reads, such as ``config.rope`` and ``TABLE["scale"]``
-    OuterValue     one such value of the user's own modules, as text that both sides can compare
+    readings_in    the readings of a function, such as ``config.rope`` and ``TABLE["scale"]``
+    OuterValue     one such value of the user's own modules, as text for comparison
 
-Numbers and tensors always count. Of the rest counts only what the text of the module or of the
-class sets: what it computes may differ with the machine, such as whether there is a GPU.
+Numbers and tensors always count. Other values count only if the text of the module or of the class
+sets them: computed values may differ with the machine, such as whether there is a GPU.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from .state import MISSING
 _NUMBERS = frozenset({int, float, complex})
 _WORDS = frozenset({type(None), bool, str, torch.dtype})
 _LISTS = (list, tuple, set, frozenset)
-# Calls of these compute nothing of the machine.
+# Calls of these do not depend on the machine.
 _CONTAINERS = frozenset({"dict", "list", "tuple", "set", "frozenset", "SimpleNamespace"})
 # Modules with attributes that differ between machines.
 _OF_MACHINE = frozenset({"os", "platform", "sys"})
@@ -59,7 +59,7 @@ def package_of(module: str) -> str:
 
 
 def told(module: str) -> str:
-    """The name of a module that is the same on both sides, also for the user's script."""
+    """The name of a module, the same on both sides, also for the user's script."""
     main = sys.modules[MAIN]
     if module == MAIN and main.__spec__ is not None:
         return main.__spec__.name
@@ -75,7 +75,7 @@ def _installed_folders() -> tuple[str, ...]:
 
 @cache
 def is_installed(module: str) -> bool:
-    """Whether a module belongs to Python or to an installed library, and is no user's own file."""
+    """Whether a module belongs to Python or to an installed library, rather than to the user."""
     if module in (MAIN, SCRIPT) or module not in sys.modules:
         return False
     file = getattr(sys.modules[module], "__file__", None)
@@ -83,7 +83,7 @@ def is_installed(module: str) -> bool:
         return True
     path = Path(file).resolve()
     depth = module.count(".") + (path.stem == "__init__")
-    above = [*path.parents][depth : depth + 1]  # of another name than its place, it has none
+    above = [*path.parents][depth : depth + 1]  # empty if its name is not its place
     return str(path).startswith(_installed_folders()) or any(
         package_of(module) in _libraries_in(folder) for folder in above
     )
@@ -91,15 +91,15 @@ def is_installed(module: str) -> bool:
 
 @cache
 def _libraries_in(folder: Path) -> frozenset[str]:
-    """The libraries that were installed into a folder which is on the path for another reason, such
-    as `PYTHONPATH`. The user's own code may lie beside them."""
+    """The libraries installed into a folder on the path for another reason, such as `PYTHONPATH`.
+    The user's own code may lie beside them."""
     found = metadata.distributions(path=[str(folder)])
     files = (file for each in found for file in each.files or ())
     return frozenset(file.parts[0].removesuffix(".py") for file in files)
 
 
 def readings_in(nodes: Iterable[ast.AST]) -> frozenset[Reading]:
-    """What these nodes of a function read, each as far as its text says where."""
+    """The readings of these nodes of a function, each as far as its text says where."""
     nodes = list(nodes)
     inside = {id(node.value) for node in nodes if _step(node) is not None}  # type: ignore[attr-defined]
     return frozenset(path for node in nodes if id(node) not in inside and (path := _path(node)))
@@ -124,8 +124,8 @@ class OuterValue(NamedTuple):
     """A value outside of the layers.
 
     Args:
-        place: Where it is, by names that are the same on both sides.
-        name: The global, or the attribute with a dot, that code which sets it names.
+        place: Where it is, by names equal on both sides.
+        name: Its name in a statement that sets it: a global, or an attribute with a dot.
         read: Gives its text; None if it does not count.
     """
 
@@ -138,19 +138,19 @@ class OuterValues:
     """Values as they were when the layers went to their workers.
 
     Args:
-        values: Those that the code of the layers reads.
+        values: The values read by the code of the layers.
     """
 
     def __init__(self, values: Iterable[OuterValue]) -> None:
         self._before = [(value, value.read()) for value in values]
 
     def changed(self) -> str | None:
-        """The place of a value that is another one now."""
+        """The place of a changed value."""
         return next((v.place for v, before in self._before if v.read() != before), None)
 
 
 def resolved(function: FunctionType, path: Any) -> tuple[str, dict[str, Any], Any]:
-    """The module in which a path of a function ends, what the module has, and the path in it."""
+    """The module at the end of a function's path, its content, and the path in it."""
     module, content = str(function.__globals__.get("__name__", "")), function.__globals__
     while len(path) > 1 and isinstance(found := content.get(path[0]), ModuleType):
         module, content, path = found.__name__, vars(found), path[1:]
@@ -160,14 +160,14 @@ def resolved(function: FunctionType, path: Any) -> tuple[str, dict[str, Any], An
 def global_value(
     caller: str, module: str, content: Mapping[str, Any], path: Any
 ) -> OuterValue | None:
-    """The value at a path in a module; None if it is not the user's.
+    """The value at a path in a module; None if it does not count.
 
-    Of a library count the constants that its own functions read.
+    The user's values count, and a library's constants if its own functions read them.
 
     Args:
-        caller: The module of the function that reads it.
+        caller: The module of the reading function.
         module: The name of the module.
-        content: What the module has.
+        content: The content of the module.
         path: The path there.
     """
     name, *inside = path
@@ -180,7 +180,7 @@ def global_value(
         value, is_set = content.get(name, MISSING), name_there in _set_in_module(file)
         for step in inside:
             if isinstance(value, (str, Tensor, FunctionType)):
-                break  # What follows is a method of it.
+                break  # The next step is a method of it.
             if isinstance(value, type) and not _is_own(value.__module__):
                 return None
             is_set &= isinstance(step, int) or _may_be_set(value, step)
@@ -205,7 +205,7 @@ def _is_own(module: str) -> bool:
 
 
 def _inside(holder: Any, step: Any) -> Any:
-    """What an object has, without calling the user's code."""
+    """The value in an object at a step, without calls of the user's code."""
     try:
         if isinstance(step, int) or (isinstance(holder, Mapping) and step in holder):
             return holder[step] if isinstance(holder, (Mapping, list, tuple)) else MISSING
@@ -217,7 +217,7 @@ def _inside(holder: Any, step: Any) -> Any:
 
 
 def _may_be_set(holder: Any, name: str) -> bool:
-    """Whether a text may say what an object has under a name: a constructor may compute it."""
+    """Whether a text may set an attribute of an object: a constructor may compute it."""
     kind = holder if isinstance(holder, type) else type(holder)
     own = [base for base in kind.__mro__ if _is_own(base.__module__)]
     return not own or any(name in _set_in_class(base) for base in own)
@@ -228,7 +228,7 @@ def text_of(value: Any, is_set: bool) -> str | None:
 
     Args:
         value: The value.
-        is_set: Whether a text says it, and no computation.
+        is_set: Whether the value is in a text, rather than computed.
     """
     if isinstance(value, np.generic):
         value = value.item()
@@ -252,7 +252,7 @@ def _text_of_word(value: Any) -> str | None:
     if isinstance(value, (FunctionType, BuiltinFunctionType)):
         return f"the function {value.__name__}"
     items = [each for pair in value.items() for each in pair] if type(value) is dict else value
-    # What is empty is filled while the program runs.
+    # An empty container is filled while the program runs.
     if type(value) not in (dict, *_LISTS) or not value:
         return None
     texts = [text_of(each, is_set=True) for each in items]
@@ -275,7 +275,7 @@ def _text_of_tensor(tensor: Tensor) -> str | None:
 
 
 def digest_of(words: Iterable[str]) -> str:
-    """A short text that is another one for other words."""
+    """A short text, different for other words."""
     return hashlib.blake2b("\0".join(words).encode(), digest_size=_DIGEST_BYTES).hexdigest()
 
 
@@ -289,7 +289,7 @@ def text_of_module(module: str) -> str:
 
 @cache
 def _imported_by(module: str) -> dict[str, tuple[str, str]]:
-    """The names that a module takes from others: each with the other's name, and its name there."""
+    """The names imported by a module: each with the other module's name, and its name there."""
     package = getattr(sys.modules.get(module), "__package__", None) or ""
     return {
         each.asname or each.name: (
@@ -304,13 +304,13 @@ def _imported_by(module: str) -> dict[str, tuple[str, str]]:
 
 @cache
 def _set_in_module(module: str) -> frozenset[str]:
-    """The names that the top level of a module sets once, to what its text says."""
+    """The names set once at the top level of a module, to values in its text."""
     return frozenset(_set_to_texts(_statements_in(text_of_module(module))))
 
 
 @cache
 def _set_in_class(kind: type) -> frozenset[str]:
-    """The names that the body of a class sets once, to what its text says."""
+    """The names set once in the body of a class, to values in its text."""
     try:
         (tree,) = _statements_in(textwrap.dedent(inspect.getsource(kind)))
     except (OSError, TypeError, ValueError):
@@ -335,7 +335,7 @@ def _set_to_texts(body: list[ast.stmt]) -> Iterator[str]:
 
 
 def _targets(node: ast.AST) -> list[str]:
-    """The names that a statement sets."""
+    """The names set by a statement."""
     targets = getattr(node, "targets", None) or [getattr(node, "target", None)]
     names = (each for target in targets if target is not None for each in ast.walk(target))
     return [each.id for each in names if isinstance(each, ast.Name)]
@@ -346,7 +346,7 @@ def _says_itself(value: ast.expr | None, makers: Collection[str]) -> bool:
 
     Args:
         value: The expression.
-        makers: The names of what it may call.
+        makers: The names of allowed calls.
     """
     nodes = [] if value is None else [*ast.walk(value)]
     known = {id(node.value) for node in nodes if isinstance(node, ast.Attribute)}

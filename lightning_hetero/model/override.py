@@ -1,9 +1,9 @@
-"""Attributes of one object that hide those of its class, until they are taken off again.
+"""Attributes of one object that hide attributes of its class, until they are taken off again.
 
-    layer.forward ─▶ _Recomputed ─▶ _Compiled ─▶ the user's own forward, or that of the class
+    layer.forward ─▶ _Recomputed ─▶ _Compiled ─▶ the user's own forward, or the class's
 
-The overrides of a module's method form a stack: each one knows what is below it and can be taken
-off alone. What the user put on the instance stays at the bottom.
+The overrides of a module's method form a stack: each one knows the one below it and can be taken
+off alone. The user's own method on the instance stays at the bottom.
 """
 
 from __future__ import annotations
@@ -26,7 +26,8 @@ class MethodOverride:
 
     @property
     def below(self) -> Callable[..., Any]:
-        """What ran in this place before: another override, the user's own method or the class's."""
+        """The method in this place before: another override, the user's own method or the
+        class's."""
         if self._own_below is not None:
             return self._own_below  # type: ignore[no-any-return]
         method: Callable[..., Any] = getattr(type(self.module), self.method)
@@ -40,7 +41,7 @@ class MethodOverride:
         return self
 
     def take_off(self) -> None:
-        """Take this override out, wherever in the stack it is. Does nothing if it is not there."""
+        """Take this override out, if it is anywhere in the stack."""
         above: MethodOverride | None = None
         for found in overrides_of(self.module, self.method):
             if found is not self:
@@ -70,7 +71,7 @@ def overrides_of(module: nn.Module, method: str = "forward") -> Iterator[MethodO
 
 
 def own_forward(module: nn.Module) -> Callable[..., Any]:
-    """A module's ``forward`` below all overrides: its user's, or that of its class."""
+    """A module's ``forward`` below all overrides: its user's, or its class's."""
     found: Callable[..., Any] = module.forward
     for override in overrides_of(module):
         found = override.below
@@ -78,7 +79,7 @@ def own_forward(module: nn.Module) -> Callable[..., Any]:
 
 
 def has_own_forward(module: nn.Module) -> bool:
-    """Whether a module has a ``forward`` of its user's, which hides that of its class."""
+    """Whether a module has a ``forward`` of its user's, in place of its class's."""
     found = vars(module).get("forward")
     for override in overrides_of(module):
         found = override._own_below
@@ -86,11 +87,11 @@ def has_own_forward(module: nn.Module) -> bool:
 
 
 def stand_in(owner: Any, name: str, value: Any) -> Callable[[], None]:
-    """Set an attribute on one object, hiding that of its class.
+    """Set an attribute on one object, hiding the attribute of its class.
 
     Returns:
-        A function that restores what the object itself had. It leaves alone what somebody else has
-        set there in the meantime.
+        A function that restores the object's own attribute, unless somebody else has set it in the
+        meantime.
     """
     attributes = vars(owner)
     before = {name: attributes[name]} if name in attributes else {}

@@ -1,10 +1,10 @@
-"""Layers that lack children: a half of a layer has the children of the whole layer but for some.
+"""Layers without some of their children: a half of a layer has a part of its children.
 
     layer 3       h + attention(norm(h))   │   h + mlp(norm(h))
     as halves     6                        │   7
 
 A half is a layer of the same class. The children of the other half are absent: they return zeros,
-so that they add nothing to the hidden states. `half_layers.py` finds where a layer can be cut.
+to be added to the hidden states. `half_layers.py` finds where a layer can be cut.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ AbsentChildren = Mapping[str, bool]
 
 
 class Absent(nn.Module):
-    """Stands for a child of the other half: it adds nothing to the hidden states."""
+    """Stands for a child of the other half: it adds zeros to the hidden states."""
 
     def __init__(self, in_tuple: bool) -> None:
         super().__init__()
@@ -43,7 +43,7 @@ def half_of(layer: nn.Module, absent: AbsentChildren) -> nn.Module:
     """A layer of the same class without some of the children.
 
     Raises:
-        ModelError: If the layer has no such children.
+        ModelError: If the layer lacks one of these children.
     """
     unknown = sorted(absent.keys() - layer._modules.keys())
     if unknown:
@@ -63,13 +63,13 @@ def is_second_half(layer: nn.Module) -> bool:
 
 
 def is_half_with_experts(layer: nn.Module) -> bool:
-    """Whether a layer is a half without attention that has the experts of a mixture."""
+    """Whether a layer is a half without attention, but with the experts of a mixture."""
     names = (f"{path} {type(module).__name__}" for path, module in layer.named_modules())
     return is_second_half(layer) and any("experts" in name.lower() for name in names)
 
 
 def in_tree(layer: nn.Module) -> list[nn.Module]:
-    """The modules of the user's tree that a layer stands for: itself, or the children of a half."""
+    """The modules of a layer in the user's tree: itself, or the children of a half."""
     if not absent_in(layer):
         return [layer]
     return [child for child in layer.children() if not isinstance(child, Absent)]
@@ -110,18 +110,18 @@ def _follow(half: nn.Module, layer: nn.Module) -> None:
 
 
 def halves_of(layer: nn.Module) -> Sequence[nn.Module] | None:
-    """The halves of a layer that is cut; None for a whole layer."""
+    """The halves of a cut layer; None for a whole layer."""
     cut = cut_of(layer)
     return None if cut is None else cut.halves
 
 
 def cut_of(layer: nn.Module) -> InHalves | None:
-    """What calls the halves of a layer that is cut; None for a whole layer."""
+    """The override of a cut layer's ``forward``; None for a whole layer."""
     return next((each for each in overrides_of(layer) if isinstance(each, InHalves)), None)
 
 
 def join_layers(root: nn.Module) -> None:
-    """Undo `cut_layers`. Layers whose worker was lost stay cut and raise when called."""
+    """Undo `cut_layers`. The layers of a lost worker stay cut and raise when called."""
     for module in root.modules():
         cut = cut_of(module)
         if cut is not None and not any(any(overrides_of(half)) for half in cut.halves):
@@ -139,7 +139,7 @@ def with_children(layer: nn.Module, children: Mapping[str, nn.Module]) -> nn.Mod
 
 
 def is_attention(name: str) -> bool:
-    """Whether a child of that name is attention, and not a norm or dropout named after it."""
+    """Whether a child of this name is attention, and not a norm or dropout named after it."""
     is_about = "attn" in name or "attention" in name
     return is_about and not any(word in name for word in ("norm", "dropout", "ln_"))
 

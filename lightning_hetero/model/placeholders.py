@@ -1,17 +1,17 @@
-"""Placeholders for tensors that are on a worker: their form is here, their content is not.
+"""Placeholders for tensors on a worker: their form is here, their content is not.
 
-    layer 4 ─▶ hidden states behind layer 4 ─▶ layer 5
-    away       passed on, never computed with  away
+    layer 4 ─▶ hidden states after layer 4 ─▶ layer 5
+    away       passed on, never computed with away
 
 `HiddenStatesAway` stands for hidden states between two layers on workers. A model may pass them
 from layer to layer, read their shape, dtype and device, and do the arithmetic of
-`carried_tensors.py` with them, whose result is another placeholder. Those that the model still has
-behind the last layer come back together with its result.
+`carried_tensors.py` with them: the result is another placeholder. The model's remaining
+placeholders after the last layer come back together with its result.
 
 `TensorAway` and `ParameterAway` are the classes of the parameters and buffers of layers on workers.
-torch would ignore much of what a program does with them: ``average.add_(parameter)`` adds nothing
-and ``parameter.data.clamp_(...)`` changes nothing if the parameter is on ``meta``. `GradientAway`
-stands for the gradient of such a parameter, which a program may drop.
+torch would ignore much use of them: ``average.add_(parameter)`` and ``parameter.data.clamp_(...)``
+have no effect if the parameter is on ``meta``. `GradientAway` stands for the gradient of such a
+parameter; a program may drop it.
 
 Every other use would give wrong numbers without an error, so it raises a `ModelError`.
 """
@@ -36,7 +36,7 @@ from .carried_tensors import Wanted, returned, wanted_arithmetic
 from .layers import EMBEDDING_LAYER, describe_layer
 
 Kind = TypeVar("Kind")
-# The commonest arguments that hold nothing: to ask whether a value is a mapping takes long.
+# The commonest arguments without tensors: to ask whether a value is a mapping takes long.
 _PLAIN = frozenset({type(None), bool, int, float, str})
 _CASTS = {
     Tensor.float: torch.float32,
@@ -47,7 +47,7 @@ _CASTS = {
 
 
 def _getters(*names: str) -> set[Callable[..., Any]]:
-    """The functions that torch calls to read properties of a tensor, as far as it has them."""
+    """The functions by which torch reads properties of a tensor, as far as it has them."""
     return {getattr(Tensor, name).__get__ for name in names if hasattr(Tensor, name)}
 
 
@@ -75,7 +75,7 @@ _OF_PLACE = {
 class Once(Generic[Kind]):
     """Finds something when it is first asked for, and keeps it.
 
-    Each call of a layer makes two of them, for which `functools.cache` takes ten times as long.
+    Each call of a layer makes two of them, and `functools.cache` takes ten times as long.
     """
 
     __slots__ = ("_find", "_found")
@@ -95,7 +95,7 @@ class Form:
 
     Args:
         on_meta: A tensor with their shape, dtype and ``requires_grad``.
-        uncertain: Which of ``"shape"`` and ``"dtype"`` are assumed.
+        uncertain: The assumed ones of ``"shape"`` and ``"dtype"``.
     """
 
     on_meta: Tensor
@@ -103,13 +103,13 @@ class Form:
 
 
 class Assumptions:
-    """The shapes and dtypes that one forward's placeholders reported without being certain.
+    """The uncertain shapes and dtypes reported by one forward's placeholders.
 
-    They are checked against the hidden states that come back: if layers change neither shape nor
-    dtype, both are the same behind every layer.
+    They are checked against the returned hidden states: if layers keep shape and dtype, both are
+    the same after every layer.
 
     Args:
-        compute: Has arithmetic with the placeholders done where they are; None if nobody can.
+        compute: Has arithmetic with the placeholders done where they are, if anybody can.
     """
 
     def __init__(self, compute: Callable[[Wanted], HiddenStatesAway] | None = None) -> None:
@@ -118,19 +118,19 @@ class Assumptions:
         self._returned: Tensor | None = None
 
     def make(self, what: str, number: int, value: Any) -> None:
-        """Note the shape or dtype that the model was told behind a layer.
+        """Note the shape or dtype reported to the model after a layer.
 
         Raises:
-            ModelError: If the hidden states that came back have another.
+            ModelError: If the returned hidden states have another.
         """
         self._made.append((what, number, value))
         self._check()
 
     def settle(self, returned: Tensor) -> None:
-        """Check the assumptions against the hidden states that came back.
+        """Check the assumptions against the returned hidden states.
 
         Raises:
-            ModelError: If the model was told another shape or dtype.
+            ModelError: If another shape or dtype was reported to the model.
         """
         self._returned = torch.empty_like(returned, device="meta")
         self._check()
@@ -148,11 +148,11 @@ class Assumptions:
 
 @dataclass(eq=False)
 class PlaceholderContent:
-    """What a placeholder stands for.
+    """The content of a placeholder.
 
     Args:
-        name: Its name among what goes along with the hidden states.
-        here: It itself, once it has come back.
+        name: Its name as a carried tensor.
+        here: The tensor, once it has come back.
     """
 
     name: str
@@ -160,19 +160,19 @@ class PlaceholderContent:
 
 
 class HiddenStatesAway(Tensor):
-    """A placeholder for the hidden states behind a layer on a worker.
+    """A placeholder for the hidden states after a layer on a worker.
 
     Args:
         number: The number of the layer.
-        device: The device that the hidden states would be on.
+        device: The device where the hidden states would be.
         form: Finds their form; called when the form is first read.
-        assumptions: Notes what the model is told without certainty; there is one for each forward.
-        position: Their position in what the layer returns.
+        assumptions: Notes uncertain answers to the model; there is one for each forward.
+        position: Their position in the layer's output.
 
     Attributes:
         number: The number of the layer.
         position: As given.
-        content: Where they are found; nobody else has it, so it lives as long as the placeholder.
+        content: Where they are found; only the placeholder has it, so it lives as long.
         form: Returns the form to a reader that does not rely on it: no assumption is noted.
     """
 
@@ -210,11 +210,11 @@ class HiddenStatesAway(Tensor):
 
     @property
     def name(self) -> str:
-        """Their name among what goes along."""
+        """Their name as carried tensors."""
         return self.content.name
 
     def told(self, what: str) -> Tensor:
-        """A tensor on ``meta`` from which the model may read the shape or dtype."""
+        """A tensor on ``meta``, for the model to read the shape or dtype."""
         form = self.form()
         if what in form.uncertain:
             self._assumptions.make(what, self.number, getattr(form.on_meta, what))
@@ -254,7 +254,7 @@ class HiddenStatesAway(Tensor):
 
 
 def come_back(tree: Any) -> Any:
-    """Nested arguments with hidden states in the place of placeholders for which they are here."""
+    """Nested arguments with hidden states in the place of placeholders, as far as they are here."""
     if not any(map(is_back, tensors_in(tree))):
         return tree
     return mapped(
@@ -263,7 +263,7 @@ def come_back(tree: Any) -> Any:
 
 
 def is_back(tensor: Tensor) -> bool:
-    """Whether a tensor is a placeholder for hidden states that are here by now."""
+    """Whether a tensor is a placeholder, and its hidden states are here by now."""
     return isinstance(tensor, HiddenStatesAway) and tensor.content.here is not None
 
 
@@ -284,7 +284,7 @@ def _computed(wanted: Wanted) -> HiddenStatesAway:
 def _changes_nothing(
     function: Any, states: HiddenStatesAway, others: list[Any], kwargs: Mapping[str, Any]
 ) -> bool:
-    """Whether torch would return the same tensor, or one that differs in its strides only."""
+    """Whether torch would return the same tensor, or one with other strides only."""
     if function is Tensor.to:
         return _is_there(states, others, kwargs)
     if function in (dropout, torch.dropout):
@@ -355,7 +355,7 @@ def refuse_away(what: str, given: Any) -> None:
     """Refuse placeholders for hidden states in nested arguments.
 
     Raises:
-        ModelError: With the caller ``what`` and the remedy.
+        ModelError: With the caller and the remedy.
     """
     for states in tensors_in(given):
         if isinstance(states, HiddenStatesAway):
@@ -412,8 +412,8 @@ _COPIES = (
     "for an average of weights take `lightning_hetero.callbacks.StageWeightAveraging`, for "
     "Lookahead keep the slow weights in the state of an optimizer of your own"
 )
-# Reads what is known here. Each step reads these of every parameter, so they are not searched for
-# tensors first.
+# Readers of properties known here. Each step reads these of every parameter, so they are not
+# searched for tensors first.
 _READS = frozenset(
     getattr(Tensor, name).__get__ for name in ("dtype", "grad", "is_meta", "requires_grad", "shape")
 )
@@ -430,7 +430,7 @@ _INVENTING = frozenset({"torch.utils.tensorboard._convert_np"})
 
 
 def _reader(function: Any) -> str:
-    """What asks for the device of a tensor and would invent its content, in words; mostly empty."""
+    """The reader of a tensor's device that would invent its content, in words; mostly empty."""
     if function != _DEVICE:
         return ""
     frame = inspect.currentframe()
@@ -441,12 +441,12 @@ def _reader(function: Any) -> str:
 
 
 def _is_ours(names: Mapping[str, Any]) -> bool:
-    """Whether the globals of some code are those of a module of this package."""
+    """Whether the globals of some code belong to a module of this package."""
     return str(names.get("__name__")).partition(".")[0] == __name__.partition(".")[0]
 
 
 def _refuse_content(function: Any, name: str, given: list[Tensor]) -> NoReturn:
-    """Refuse a computation with tensors that are away, by what it is done for as a rule."""
+    """Refuse a computation with tensors that are away, with words for its usual purpose."""
     away = [tensor for tensor in given if isinstance(tensor, _Away)]
     here = {tensor.shape for tensor in given if not tensor.is_meta and tensor.ndim}
     if function is torch.autograd.grad:
@@ -469,7 +469,7 @@ def _refuse_content(function: Any, name: str, given: list[Tensor]) -> NoReturn:
 
 
 class _Away:
-    """Refuses changes, and computations together with tensors that are here."""
+    """Refuses changes, and computations together with tensors here."""
 
     @classmethod
     def __torch_function__(
@@ -484,8 +484,8 @@ class _Away:
 
 
 def _of_forms(function: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-    """What a function makes of tensors that are away, unless it would have no effect or wants their
-    content."""
+    """The result of a function of tensors that are away; refuses a function that would have no
+    effect or wants their content."""
     if reader := _reader(function):
         raise ModelError(f"{reader} {_SENTENCE}")
     name = _name_of(function)
@@ -496,8 +496,8 @@ def _of_forms(function: Any, args: Any, kwargs: dict[str, Any]) -> Any:
             "A parameter or buffer of a layer that lives on a worker cannot be copied or "
             "pickled; do it before `fit` or after it, or use `module.state_dict()`."
         )
-    # It would be used where nobody knows any more what it is a copy of. A deep copy asks
-    # for a memory format, and ends at what holds the layers, which says more.
+    # A clone would be used where its origin is unknown. A deep copy asks for a memory format, and
+    # ends at the holder of the layers: that refusal says more.
     if name == "clone" and not kwargs:
         raise ModelError(
             "A parameter or buffer of a layer that lives on a worker, or what is computed "
@@ -565,7 +565,7 @@ class GradientAway(Tensor):
 
     @classmethod
     def of(cls, parameter: Tensor) -> Self:
-        """What stands for the gradient of a parameter."""
+        """The placeholder for the gradient of a parameter."""
         with torch._C.DisableTorchFunctionSubclass():
             nothing = torch.empty_like(parameter, device="meta", requires_grad=False)
             made: Self = Tensor._make_subclass(cls, nothing)
@@ -599,23 +599,23 @@ _GRADIENTS = "gradients_away"
 
 
 class GradientsAway:
-    """Which parameters on workers have a gradient there. What is in it only the workers know.
+    """Whether parameters on workers have a gradient there; only the workers know its content.
 
     Args:
         parameters: Parameters on workers. Their ``grad`` is found here until `detach`.
 
     Attributes:
-        are_hidden: Whether no parameter shows its gradient, as while an optimizer steps those that
-            are here.
+        are_hidden: Whether parameters hide their gradients, as during the optimizer step of the
+            parameters here.
     """
 
     are_hidden = False
 
     def __init__(self, parameters: Iterable[Tensor]) -> None:
         self._parameters = [*parameters]
-        # By the id of the parameter, since a tensor's own hash takes long: what stands for its
-        # gradient, the same for those that have one, and the parameters whose gradient was made
-        # zero since the latest backward.
+        # By the id of the parameter, since a tensor's own hash takes long: the placeholder for its
+        # gradient, the same for parameters with a gradient, and the parameters whose gradient was
+        # made zero since the latest backward.
         self._shown = {id(each): GradientAway.of(each) for each in self._parameters}
         self._there: dict[int, GradientAway] = {}
         self._zeroed: dict[int, Tensor] = {}
@@ -629,17 +629,17 @@ class GradientsAway:
             vars(parameter).pop(_GRADIENTS, None)
 
     def note_backward(self) -> None:
-        """Note that every parameter that trains gets a gradient. A frozen one keeps what it had."""
+        """Note a gradient for every parameter that trains. A frozen one keeps its former state."""
         self._there.update(compress(self._shown.items(), training_flags(self._parameters)))
         self._zeroed.clear()
         self._untold.clear()
 
     def take_dropped(self) -> list[Tensor]:
-        """The parameters whose gradients were dropped here since the last call."""
+        """The parameters with gradients dropped here since the last call."""
         return self._take_untold(is_there=False)
 
     def take_zeroed(self) -> list[Tensor]:
-        """The parameters whose gradients were made zero here since the last call."""
+        """The parameters with gradients made zero here since the last call."""
         return self._take_untold(is_there=True)
 
     def _take_untold(self, *, is_there: bool) -> list[Tensor]:
@@ -655,18 +655,18 @@ class GradientsAway:
 
     @property
     def zeroed(self) -> list[Tensor]:
-        """The parameters whose gradients were made zero here since the latest backward."""
+        """The parameters with gradients made zero here since the latest backward."""
         return [*self._zeroed.values()]
 
     def kept(self, parameters: Iterable[Tensor]) -> list[Tensor]:
-        """Those of the parameters that train and whose gradients were neither dropped nor made
-        zero since the latest backward."""
+        """The parameters that train and have kept their gradients since the latest backward: they
+        were not dropped or made zero."""
         untouched = self._there.keys() - self._zeroed.keys()
         left = [each for each in parameters if id(each) in untouched] if untouched else []
         return list(compress(left, training_flags(left)))
 
     def read(self, parameter: Tensor) -> GradientAway | None:
-        """What stands for the gradient of a parameter; None if it has no gradient."""
+        """The placeholder for the gradient of a parameter, if it has a gradient."""
         return None if self.are_hidden else self._there.get(id(parameter))
 
     def zero(self, parameter: Tensor) -> None:
@@ -676,7 +676,7 @@ class GradientsAway:
             self._zeroed[key] = self._untold[key] = parameter
 
     def write(self, parameter: Tensor, gradient: Tensor | None) -> None:
-        """Drop the gradient of a parameter, or take that back.
+        """Drop the gradient of a parameter, or undo this.
 
         Raises:
             ModelError: If it is to get another gradient.
@@ -701,13 +701,13 @@ _TRAINS = attrgetter("requires_grad")
 
 
 def training_flags(tensors: Iterable[Tensor]) -> list[bool]:
-    """Whether each tensor trains; tensors that are away answer as quickly as others."""
+    """Whether each tensor trains; tensors that are away answer as quickly."""
     with torch._C.DisableTorchFunctionSubclass():
         return list(map(_TRAINS, tensors))
 
 
 def mark_as_away(tensors: Iterable[Tensor]) -> None:
-    """Make tensors on ``meta`` refuse what would have no effect. Each stays the same object."""
+    """Make tensors on ``meta`` refuse operations without effect. Each stays the same object."""
     for tensor in tensors:
         if type(tensor) in _KINDS:
             tensor.__class__ = _KINDS[type(tensor)]
@@ -721,13 +721,13 @@ def unmark(tensors: Iterable[Tensor]) -> None:
 
 
 def _apart(tensor: Tensor) -> Tensor:
-    """A tensor that holds no other: a parameter that a view holds could not get its content back
-    at the end of the run."""
+    """A tensor without a base: a parameter held by a view could not get its content back at the end
+    of the run."""
     return torch.empty_like(tensor) if tensor.is_meta and tensor._is_view() else tensor
 
 
 def _is_loading(name: str, args: tuple[Any, ...]) -> bool:
-    """Whether ``load_state_dict`` copies a plain meta tensor, whose content went to the worker, or
+    """Whether ``load_state_dict`` copies a plain meta tensor (its content went to the worker), or
     copies a tensor onto itself."""
     if name != "copy_" or len(args) < 2:
         return False

@@ -1,11 +1,11 @@
-"""Objects whose state is plain: they are taken apart here and put together again on a worker.
+"""Objects with plain state: they are taken apart here and put together again on a worker.
 
     reason_to_refuse     why objects of a class stay where they are
     content_of, made_of  an object's attributes, and an object of them
-    values_in            what a value has inside
+    values_in            the values inside a value
 
 An object is put together without its class's own code: the attributes enter its ``__dict__`` or its
-slots directly. So a class must not run code of its own when that happens, when Python looks at the
+slots directly. So a class must not run code of its own at this moment, when Python looks at the
 object, or when it drops it.
 """
 
@@ -56,7 +56,7 @@ def _is_frozen_dataclass(base: type) -> bool:
 
 
 def _bytes_of_attributes(kind: type) -> int:
-    """The bytes of an object that has nothing but its attributes; a base in C has more."""
+    """The bytes of an object with attributes only; a base in C has more."""
     num_pointers = (kind.__dictoffset__ != 0) + (kind.__weakrefoffset__ != 0)
     num_slots = sum(
         isinstance(each, MemberDescriptorType)
@@ -88,12 +88,13 @@ def _fields_of(kind: type) -> tuple[dataclasses.Field[Any], ...]:
 
 
 def is_computed(kind: type, name: str) -> bool:
-    """Whether an attribute is a cached property, which a worker computes by itself."""
+    """Whether an attribute is a cached property: a worker computes it by itself."""
     return isinstance(getattr(kind, name, None), cached_property)
 
 
 def hidden_by(kind: type, name: str) -> str:
-    """What an attribute of that name would do to its object; empty if it is an ordinary one."""
+    """The effect of an attribute of this name on its object, in words; empty for an ordinary
+    one."""
     if not name.isidentifier() or (name.startswith("__") and name.endswith("__")):
         return "is no ordinary name for an attribute of a"
     found = _of_class(kind, name)
@@ -103,7 +104,7 @@ def hidden_by(kind: type, name: str) -> str:
 
 
 def _of_class(kind: type, name: str) -> Any:
-    """An attribute of a class; finding it runs no code."""
+    """An attribute of a class, found without running code."""
     return next((vars(base)[name] for base in kind.__mro__ if name in vars(base)), None)
 
 
@@ -158,7 +159,7 @@ def _put(made: Any, kind: type, name: str, item: Any) -> None:
 
 
 def is_object(value: Any) -> bool:
-    """Whether a value is an object that can be put together from its attributes."""
+    """Whether a value is an object, and can be put together from its attributes."""
     kind: Any = type(value)
     return not reason_to_refuse(kind)
 
@@ -172,7 +173,7 @@ def is_value(kind: type) -> bool:
 
 
 def values_in(value: Any) -> Iterator[Any]:
-    """A value, and those in its containers and in the attributes of the objects in it."""
+    """A value, and the values in its containers and in the attributes of the objects in it."""
     seen: dict[int, Any] = {}
     left = [value]
     while left:

@@ -1,9 +1,9 @@
-"""The recipe: what a worker needs to rebuild its layers, without weights and without user code.
+"""The recipe: how a worker rebuilds its layers, without weights and without user code.
 
-A recipe names a model class of transformers and holds its config; for layers of other classes it
-is a description of them (`custom_layers.py`). On the worker a recipe is text from the network: it
-is checked against its type, and it can name no code outside of transformers, torch.nn and the
-modules that the worker's owner allowed.
+A recipe names a model class of transformers and holds its config; for layers of other classes it is
+a description of them (`custom_layers.py`). On the worker a recipe is text from the network: it is
+checked against its type, and it can name only code of transformers, torch.nn and the modules
+allowed by the worker's owner.
 """
 
 from __future__ import annotations
@@ -58,14 +58,14 @@ class Recipe(msgspec.Struct, frozen=True, tag="model"):
     Args:
         model_class: Name of a class of transformers, such as ``LlamaForCausalLM``.
         config: The model's config as in its ``config.json``.
-        attention: The attention implementation; it decides which masks the layers expect.
+        attention: The attention implementation; it decides the masks of the layers.
         layers: From the number of each layer in the plan to its path inside the model.
         experts: The implementation of a mixture's experts; None for the fastest on the worker.
-        four_bit: The tensors inside the layers that are stored in 4 bits, by path in the model.
+        four_bit: The tensors in 4 bits inside the layers, by path in the model.
         adapters: The adapters inside the layers.
         embedding: The options of the input embedding, if it is among the layers.
         absent: The absent children of halves, by the numbers of the halves.
-        code: The digest of each function that the layers run; see `layer_code`.
+        code: The digest of each function run by the layers; see `layer_code`.
     """
 
     model_class: str
@@ -90,7 +90,7 @@ class Recipe(msgspec.Struct, frozen=True, tag="model"):
         """Decode a recipe of either kind.
 
         Raises:
-            ModelError: If the text is no recipe.
+            ModelError: If the text is not a recipe.
         """
         try:
             return msgspec.json.decode(text, type=Recipe | BlocksRecipe)
@@ -173,7 +173,7 @@ def joined(recipes: Iterable[Recipe]) -> list[Recipe]:
 
 
 def _model_of(recipe: Recipe) -> Any:
-    """What tells the model of a recipe from others; the recipe itself if its model is its own."""
+    """The identity of a recipe's model; the recipe itself if its model is its own."""
     if recipe.adapters is not None or recipe.four_bit:
         return recipe
     return recipe.model_class, recipe.config, recipe.attention, recipe.experts
@@ -188,7 +188,7 @@ def build_layers(
 
     Args:
         recipe: Of `write_recipe`.
-        allowed: The imports that are allowed.
+        allowed: The allowed imports.
         device: Where the layers will compute.
 
     Raises:
@@ -226,16 +226,16 @@ def build_layers(
     return layers
 
 
-# What fills new parameters. Those on `meta` have nothing to fill, and trying takes time.
+# Functions that fill new parameters. On `meta` there is nothing to fill, and trying takes time.
 _FILLING = frozenset(
     {nn.init.constant_, nn.init.kaiming_uniform_, nn.init.normal_, nn.init.uniform_}
 )
 
 
 class _Budget(TorchFunctionMode):
-    """Ends a building that takes too many calls of torch in this thread, and fills no parameter.
+    """Ends a building after too many calls of torch in this thread, and leaves parameters unfilled.
 
-    What a config costs is known only to the code of its model: counts multiply.
+    Only the code of its model knows the cost of a config: counts multiply.
     """
 
     def __init__(self) -> None:
@@ -308,8 +308,8 @@ def _owner_of(
 def _is_decoder(model_class: type[PreTrainedModel]) -> bool:
     """Whether a class is a language model with layers of its own.
 
-    Models of several models (vision and language, retrieval) are not: their parts are of any class
-    that their config names. The language model inside one is.
+    Models of several models (vision and language, retrieval) are not: their config may name any
+    class for a part. The language model inside is one.
     """
     config_class = model_class.config_class
     if config_class is None:

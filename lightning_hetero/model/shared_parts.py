@@ -1,4 +1,4 @@
-"""Copies of what layers on workers share, such as a rotary table, with others or the coordinator.
+"""Copies of shared parts of layers on workers, such as a rotary table.
 
 A rotary table or a frozen module is often one object in many layers. Until `restore`, each layer on
 a worker has a copy of its own:
@@ -7,8 +7,8 @@ a worker has a copy of its own:
     layers.7.rotary ─┼─ one module   ─▶       layers.7.rotary   a copy, on worker 2
     rotary          ─┘                        rotary            the module itself, here
 
-The copies are right as long as nobody changes them: `check` refuses a change here, and a worker
-refuses a forward that changes one of `names`. What is shared and trains is not copied.
+The copies are right as long as they and the originals do not change: `check` refuses a change here,
+and a worker refuses a forward that changes one of `names`. Shared parts that train are not copied.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from .stored import format_of
 
 @dataclass
 class _Original:
-    """A tensor that was copied, where it is, and its content until `check` first looks at it."""
+    """A copied tensor: its place, and its content until `check` first looks at it."""
 
     owner: nn.Module
     leaf: str
@@ -60,7 +60,7 @@ class _Original:
 
 
 class SharedParts:
-    """Copies of what stages share, in the places of the originals.
+    """Copies of parts shared by stages, in the places of the originals.
 
     Args:
         root: The LightningModule.
@@ -91,7 +91,7 @@ class SharedParts:
         self._check_order(before)
 
     def _check_order(self, before: Sequence[nn.Parameter]) -> None:
-        """Refuse copies that change the order of parameters, by which optimizers number them."""
+        """Refuse copies if they change the order of parameters: optimizers number them by it."""
         now = [*self._root.parameters()]
         if len(now) == len(before) and all(map(is_, now, before)):
             return
@@ -104,10 +104,10 @@ class SharedParts:
         )
 
     def check(self) -> None:
-        """Refuse a change of what was copied: the layers on workers would not hear of it.
+        """Refuse a change of copied parts: the layers on workers would not get it.
 
         Raises:
-            ModelError: With the name of what was changed.
+            ModelError: With the name of the changed part.
         """
         for original in self._originals.values():
             if not original.is_as_copied():
@@ -129,8 +129,8 @@ class SharedParts:
 
 
 class _Places:
-    """Where the modules and tensors of a LightningModule are: in stages, by their numbers, or here,
-    which is None.
+    """Where the modules and tensors of a LightningModule are: in stages, by their numbers, or here
+    (None).
 
     Args:
         root: The LightningModule.
@@ -166,13 +166,13 @@ class _Places:
         return len(self._of_modules[module]) > 1
 
     def is_shared_buffer(self, buffer: Tensor | None) -> bool:
-        """Whether a buffer that is in this process is in several places."""
+        """Whether a buffer of this process is in several places."""
         if buffer is None or buffer.is_meta:
             return False
         return len(self._of_tensors[identity_of(buffer)]) > 1
 
     def holder_here(self, tensor: Tensor) -> tuple[nn.Module, str] | None:
-        """A module that stays here and has a tensor, with its name there."""
+        """A module here with a tensor, and the tensor's name in it."""
         return self._held_here.get(identity_of(tensor))
 
 
@@ -183,7 +183,7 @@ class _OwnCopies:
         places: Where everything is.
 
     Attributes:
-        originals: What was copied, as far as something here may change it.
+        originals: The copied tensors, as far as something here may change them.
     """
 
     def __init__(self, places: _Places) -> None:
@@ -193,8 +193,8 @@ class _OwnCopies:
         self.originals: list[_Original] = []
 
     def replacements(self, module: nn.Module) -> Iterator[Callable[[], Callable[[], Any]]]:
-        """Functions that put copies into the places of what a module shares; each returns one that
-        puts the original back."""
+        """Functions that put copies in the places of a module's shared parts; each returns a
+        function that undoes it."""
         for name, buffer in list(module._buffers.items()):
             is_shared = self._places.is_shared_buffer(buffer) and not _is_norm(module)
             if buffer is not None and is_shared:
@@ -216,13 +216,13 @@ class _OwnCopies:
                 yield name
 
     def _copied(self, tensor: Tensor, holder: tuple[nn.Module, str] | None) -> Tensor:
-        """A copy of a tensor; the original is watched where a module that stays here has it."""
+        """A copy of a tensor; the original is watched if a module here has it."""
         if holder is not None:
             self.originals.append(_Original(*holder, tensor.detach().clone()))
         return self._tensors.setdefault(tensor, tensor.detach().clone())
 
     def _copy(self, module: nn.Module) -> nn.Module:
-        """A copy whose frozen parameters are buffers, so that no optimizer sees them twice."""
+        """A copy with frozen parameters as buffers: an optimizer must not see them twice."""
         if module not in self._copies:
             made: nn.Module = object.__new__(type(module))
             vars(made).update(vars(module))
@@ -251,7 +251,7 @@ def _put(held: dict[str, Any], name: str, copied: Any) -> Callable[[], Any]:
 
 
 def _may_be_copied(module: nn.Module) -> bool:
-    """Whether nothing in a module trains, and its tensors are here and ordinary."""
+    """Whether a module is frozen, and its tensors are here and ordinary."""
     tensors = [*module._parameters.items(), *module._buffers.items()]
     return not _is_norm(module) and not any(
         tensor is not None and (tensor.requires_grad or tensor.is_meta or format_of(module, leaf))
@@ -260,5 +260,5 @@ def _may_be_copied(module: nn.Module) -> bool:
 
 
 def _is_norm(module: nn.Module) -> bool:
-    """Whether a module keeps statistics, which a copy would keep for itself."""
+    """Whether a module keeps statistics: a copy would keep its own."""
     return bool(getattr(module, "track_running_stats", False))

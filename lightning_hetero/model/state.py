@@ -1,6 +1,4 @@
-"""Whether a tensor, or what is held under a name, is still the same: for all who refuse, send or
-put back a change.
-"""
+"""Whether a tensor or a named object is still the same, to refuse, send or undo its changes."""
 
 from __future__ import annotations
 
@@ -17,7 +15,7 @@ MISSING = object()
 
 
 class Same:
-    """Equal to another `Same` of the same object, which it keeps alive: no other gets its identity.
+    """Equal to another `Same` of the same object; it keeps the object, and so its identity, alive.
 
     Args:
         thing: The object.
@@ -39,20 +37,20 @@ class Same:
 class Stamp:
     """A tensor at one time: the object, how often it was changed in place, and where its memory is.
 
-    torch counts no change by these, so a stamp overlooks them as long as the memory stays:
+    torch does not count these changes, so a stamp overlooks them as long as the memory stays:
 
         writes through `.data`, and by optimizers that write to memory themselves
         updates of a norm's running statistics
         anything in inference mode
 
-    Whoever must know compares the bits (``is_exact`` in inference mode, `sums_of_bits`), asks for
-    the class of a norm, or takes all that trains for changed.
+    To see them, compare the bits (``is_exact`` in inference mode, `sums_of_bits`), ask for the
+    class of a norm, or count everything that trains as changed.
 
     Args:
         tensor: The tensor.
         version: How often it was changed in place.
-        address: Of its memory; None if that does not count.
-        content: A copy, where torch counts no changes; None if the content does not count.
+        address: Of its memory; None if it does not count.
+        content: A copy, where torch does not count changes; None if the content does not count.
     """
 
     tensor: Tensor
@@ -66,7 +64,8 @@ class Stamp:
 
         Args:
             tensor: The tensor.
-            is_exact: Whether other memory counts, and the content where torch counts no changes.
+            is_exact: Whether other memory counts, and the content where torch does not count
+                changes.
         """
         if not is_exact:
             return cls(tensor, version_of(tensor))
@@ -94,12 +93,12 @@ class Stamp:
 
 
 class Held:
-    """What dictionaries or classes hold under names: the objects, whose content may change.
+    """The objects under names in dictionaries or classes; their content may change.
 
     Args:
-        places: Holders, names in them, and what is there.
-        whole: Dictionaries to which nothing may be added.
-        read: Gives what a holder has under a name, or a third argument.
+        places: Holders, names in them, and the objects there.
+        whole: Dictionaries that must not grow.
+        read: Gives a holder's object under a name, or a third argument.
 
     Attributes:
         places: As given.
@@ -124,7 +123,7 @@ class Held:
         return [*map(len, self._whole)] == self._sizes and all(map(is_, present, self._values))
 
     def changed(self) -> Iterator[tuple[int, Any]]:
-        """The numbers of places with another object, and the object; None where nothing is left."""
+        """The numbers of places with another object, and the object; None where it is missing."""
         if not self.is_same():
             for number, (holder, name, value) in enumerate(self.places):
                 found = self._read(holder, name, MISSING)
@@ -133,12 +132,12 @@ class Held:
 
 
 def version_of(tensor: Tensor) -> int:
-    """How often a tensor was changed in place; 0 in inference mode, which counts no changes."""
+    """How often a tensor was changed in place; 0 in inference mode: it does not count changes."""
     return 0 if tensor.is_inference() else tensor._version
 
 
 def address_of(tensor: Tensor) -> int:
-    """Where the memory of a tensor is; 0 if it has none."""
+    """The address of a tensor's memory; 0 without memory."""
     return tensor.data_ptr() if torch._C._has_storage(tensor) else 0
 
 

@@ -1,7 +1,7 @@
-"""Weights that are stored in another way than as plain tensors: the seam of formats such as 4 bits.
+"""Weights stored in another way than as plain tensors: the seam of formats such as 4 bits.
 
 A format is a module with the functions of `WeightFormat`. The core calls them through this module.
-A format that was taken out of the package stores no weight, and all weights are plain.
+Without a format in the package, all weights are plain.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class FourBit:
         quant_type: The code book.
         compress_statistics: Whether the scales of the blocks are quantised too.
         storage: The dtype of the packed bytes.
-        compute_dtype: The dtype in which a linear layer multiplies; None for that of its first
+        compute_dtype: The dtype of a linear layer's products; None for the dtype of its first
             input.
         has_bias: Whether the linear layer has a bias.
     """
@@ -56,7 +56,7 @@ class FourBit:
     def stored_bytes(self) -> int:
         """Bytes of the packed values and of the state, with a scale for each 64 values.
 
-        Scales that are quantised too have a scale for each 256 of them.
+        Quantised scales have a scale for each 256 of them.
         """
         num_elements = torch.Size(self.shape).numel()
         num_scales = -(-num_elements // 64)
@@ -67,7 +67,7 @@ class FourBit:
 
 
 class WeightFormat(Protocol):
-    """What the core asks of a format. An owner and a leaf are a module and its parameter's name."""
+    """The functions of a format. An owner and a leaf are a module and its parameter's name."""
 
     def is_stored(self, owner: nn.Module, leaf: str) -> bool:
         """Whether the parameter is stored in this format."""
@@ -123,13 +123,13 @@ class WeightFormat(Protocol):
 
 @cache
 def formats() -> tuple[WeightFormat, ...]:
-    """The formats that the package has."""
+    """The formats in the package."""
     there = [name for name in _FORMATS if find_spec(f"{__package__}.{name}") is not None]
     return tuple(cast(WeightFormat, import_module(f".{name}", __package__)) for name in there)
 
 
 def format_of(owner: nn.Module, leaf: str) -> WeightFormat | None:
-    """The format in which a module's own parameter is stored; None for a plain one."""
+    """The format of a module's own parameter; None for a plain one."""
     return next((each for each in formats() if each.is_stored(owner, leaf)), None)
 
 

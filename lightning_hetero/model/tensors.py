@@ -6,7 +6,7 @@ quantization state of a tensor in 4 bits follow its name: ``3.mlp.up_proj.weight
     names, content    find tensors, empty them to ``meta`` and fill them again
     unread weights    the seam of weights that stay in a checkpoint until they are needed
     sizes             count bytes, for tensors on ``meta`` too
-    made-up values    fill layers that are only to be measured
+    made-up values    fill layers for a measurement
     state dicts       the keys of a module's tensors, and the keys that may be left out
 """
 
@@ -29,7 +29,7 @@ from .stored import State, format_of, state_of
 
 
 def named_tensors(layers: Mapping[int, nn.Module]) -> Iterator[tuple[str, Tensor]]:
-    """Parameters, then buffers, of numbered layers; a tensor that occurs twice comes twice."""
+    """Parameters, then buffers, of numbered layers; a tensor in two places comes twice."""
     for number, layer in layers.items():
         for name, parameter in layer.named_parameters(remove_duplicate=False):
             yield f"{number}.{name}", parameter
@@ -91,9 +91,9 @@ def may_have_gradient(tensor: Tensor) -> bool:
 def dtypes_on_stage(
     layers: Mapping[int, nn.Module], dtype: torch.dtype | None
 ) -> dict[str, torch.dtype]:
-    """The dtype of each tensor on a stage that computes in ``dtype``.
+    """The dtype of each tensor on a stage computing in ``dtype``.
 
-    Frozen parameters take that dtype. Parameters that train take it only if it is float32. Buffers
+    Frozen parameters take this dtype. Parameters that train take it only if it is float32. Buffers
     and tensors in 4 or 8 bits keep their own.
     """
     dtypes = {name: tensor.dtype for name, tensor in named_tensors(layers)}
@@ -112,7 +112,7 @@ def narrowed(tensor: Tensor, dtype: torch.dtype) -> Tensor:
     """Convert a tensor to another dtype, clamped to its range.
 
     Without the clamp, the lowest float32 of a mask would become minus infinity in float16, and the
-    softmax of a row that is masked throughout would be NaN.
+    softmax of a fully masked row would be NaN.
     """
     if tensor.dtype == dtype or not tensor.is_floating_point():
         return tensor
@@ -136,13 +136,13 @@ def state_in(tensors: Mapping[str, Tensor], name: str) -> State:
 def set_tensor(
     layers: Mapping[int, nn.Module], name: str, content: Tensor, state: State | None = None
 ) -> None:
-    """Replace the content of a named parameter or buffer; ``state`` is that of a tensor in 4 bits.
+    """Replace the content of a named parameter or buffer; ``state`` belongs to a tensor in 4 bits.
 
-    A parameter stays the same object with the same flags: an optimizer, a tied module or a list
-    that holds it sees the new content.
+    A parameter stays the same object with the same flags: optimizers, tied modules and lists with
+    it see the new content.
 
     Raises:
-        ModelError: If there is no such tensor, or its shape differs.
+        ModelError: If the tensor is missing, or its shape differs.
     """
     owner, leaf, old = locate(layers, name)
     if old.shape != content.shape:
@@ -154,7 +154,8 @@ def set_tensor(
 
 
 def fill(owner: nn.Module, leaf: str, content: Tensor, state: State) -> None:
-    """Replace the content of a module's own parameter, which stays the same object, or buffer."""
+    """Replace the content of a module's own parameter or buffer; a parameter stays the same
+    object."""
     old = owner._parameters.get(leaf)
     if old is None:
         owner._buffers[leaf] = content
@@ -182,7 +183,7 @@ UNREAD_WEIGHTS = "weights_in_checkpoint"
 
 
 class UnreadWeights(Protocol):
-    """The parameters of a model whose content is still in its checkpoint.
+    """The parameters of a model with their content still in its checkpoint.
 
     Attributes:
         is_deployed: Whether a strategy has brought the weights to where they are needed.
@@ -196,11 +197,11 @@ class UnreadWeights(Protocol):
         """Read a parameter's content as its module stores it, with the state if it has one."""
 
     def end_run(self) -> None:
-        """Forget the parameters that the run has trained."""
+        """Forget the parameters trained by the run."""
 
 
 def weights_in_checkpoint(root: nn.Module) -> UnreadWeights | None:
-    """The weights of a model inside ``root`` that are in its checkpoint; None without such."""
+    """The unread weights of a model inside ``root``, if there are any."""
     found = (getattr(module, UNREAD_WEIGHTS, None) for module in root.modules())
     return next((each for each in found if each is not None), None)
 
@@ -208,7 +209,7 @@ def weights_in_checkpoint(root: nn.Module) -> UnreadWeights | None:
 def bring_here(
     root: nn.Module, weights: UnreadWeights, hollow: Container[Tensor], device: torch.device
 ) -> Iterator[str]:
-    """Read the weights that this process needs. Yields each name before reading."""
+    """Read the weights for this process. Yields each name before reading."""
     for path, module in root.named_modules():
         for leaf, parameter in list(module._parameters.items()):
             if parameter is None or not parameter.is_meta or parameter in hollow:
@@ -223,10 +224,10 @@ def locate(layers: Mapping[int, nn.Module], name: str) -> tuple[nn.Module, str, 
     """Find a named tensor.
 
     Returns:
-        The module that owns it, its name in that module, and the tensor.
+        The owning module, the tensor's name in it, and the tensor.
 
     Raises:
-        ModelError: If there is no such tensor.
+        ModelError: If the tensor is missing.
     """
     number, _, inner = name.partition(".")
     path, _, leaf = inner.rpartition(".")
@@ -241,10 +242,10 @@ def locate(layers: Mapping[int, nn.Module], name: str) -> tuple[nn.Module, str, 
 
 
 def empty_tensors(layers: Mapping[int, nn.Module]) -> None:
-    """Turn all parameters and buffers into ``meta`` tensors, which frees their memory.
+    """Turn all parameters and buffers into ``meta`` tensors, to free their memory.
 
     Raises:
-        ModelError: If something else holds a parameter. Nothing has changed then.
+        ModelError: If something else holds a parameter; the layers are as before then.
     """
     check_can_be_emptied(layers)
     for name, tensor in list(named_tensors(layers)):
@@ -253,7 +254,7 @@ def empty_tensors(layers: Mapping[int, nn.Module]) -> None:
 
 
 def emptied(layer: nn.Module) -> AbstractContextManager[None]:
-    """Inside, ``meta`` tensors stand for the parameters and buffers of a layer, which stay as they
+    """Inside, ``meta`` tensors stand for the parameters and buffers of a layer; these stay as they
     are."""
     tables: Any = (t for module in layer.modules() for t in (module._parameters, module._buffers))
     return _standing_in((t, leaf, _on_meta(old)) for t in tables for leaf, old in [*t.items()])
@@ -276,8 +277,8 @@ def _standing_in(places: Iterable[tuple[dict[str, Any], str, Tensor | None]]) ->
 def filled(
     layers: Mapping[int, nn.Module], contents: Mapping[str, Tensor], device: torch.device
 ) -> AbstractContextManager[None]:
-    """Inside, other parameters and buffers with this content are in the places of those of layers,
-    which stay as they are.
+    """Inside, other parameters and buffers with this content are in the places of the layers' own;
+    these stay as they are.
 
     The state of a tensor in 4 bits is an attribute of its module: call it inside of `unchanged`.
 
@@ -302,7 +303,7 @@ def filled(
 
 
 def _like(owner: nn.Module, leaf: str, tensor: Tensor, content: Tensor, state: State) -> Tensor:
-    """A tensor that can stand in the place of another one, with this content."""
+    """A tensor to stand in the place of another one, with this content."""
     if (stored := format_of(owner, leaf)) is not None:
         return stored.with_state(owner, leaf, content, state)
     if not isinstance(tensor, nn.Parameter):
@@ -318,7 +319,7 @@ def _on_meta(tensor: Tensor | None) -> Tensor | None:
 
 
 def check_can_be_emptied(layers: Mapping[int, nn.Module]) -> None:
-    """Refuse parameters that an autograd graph or a weak reference holds.
+    """Refuse parameters held by an autograd graph or a weak reference.
 
     Raises:
         ModelError: With the name of the first one.
@@ -337,7 +338,7 @@ def check_can_be_emptied(layers: Mapping[int, nn.Module]) -> None:
 
 
 def stored_bytes(layers: Mapping[int, nn.Module], dtype: torch.dtype | None = None) -> int:
-    """Bytes of all parameters and buffers, on a stage that computes in ``dtype``."""
+    """Bytes of all parameters and buffers, on a stage computing in ``dtype``."""
     dtypes = dtypes_on_stage(layers, dtype)
     found: dict[int, int] = {}
     for name, tensor in named_tensors(layers):
@@ -350,17 +351,17 @@ def stored_bytes(layers: Mapping[int, nn.Module], dtype: torch.dtype | None = No
 
 
 def num_trained(parameters: Iterable[nn.Parameter]) -> int:
-    """The number of parameter values that train."""
+    """The number of trainable parameter values."""
     return sum(parameter.numel() for parameter in parameters if parameter.requires_grad)
 
 
 def gradient_bytes(parameters: Iterable[nn.Parameter]) -> int:
-    """Bytes of the gradients of the parameters that train."""
+    """Bytes of the gradients of trainable parameters."""
     return sum(parameter.nbytes for parameter in parameters if parameter.requires_grad)
 
 
 def ends_of(root: nn.Module, layers: Sequence[DecoderLayer]) -> tuple[list[Tensor], list[Tensor]]:
-    """The tensors of the model before its layers, and those behind them, each once."""
+    """The tensors of the model before its layers, and the tensors after them, each once."""
     inside = {module for layer in layers for module in layer.module.modules()}
     before: dict[int, Tensor] = {}
     behind: dict[int, Tensor] = {}
@@ -375,7 +376,7 @@ def ends_of(root: nn.Module, layers: Sequence[DecoderLayer]) -> tuple[list[Tenso
 
 
 def tied_parameters(root: nn.Module, layers: Sequence[DecoderLayer]) -> list[nn.Parameter]:
-    """Parameters outside the layers that several modules share."""
+    """Parameters outside the layers, shared by several modules."""
     inside = {parameter for layer in layers for parameter in layer.module.parameters()}
     uses = Counter(parameter for _, parameter in root.named_parameters(remove_duplicate=False))
     return [p for p, count in uses.items() if count > 1 and p not in inside]
@@ -396,7 +397,7 @@ def fill_with_made_up_values(
     Args:
         layers: The layers by their numbers.
         dtypes: The dtype of each tensor, by its name.
-        given: Content whose values matter, such as masks and tables in buffers, by name.
+        given: Content with values that matter, such as masks and tables in buffers, by name.
         device: The device for the content.
     """
     for name, tensor in list(named_tensors(layers)):
@@ -414,7 +415,7 @@ def fill_with_made_up_values(
 
 
 def _unpacked_dtype(layers: Mapping[int, nn.Module]) -> torch.dtype:
-    """The dtype of 4-bit weights before they were packed: that of the norms beside them."""
+    """The dtype of 4-bit weights before they were packed: the dtype of the norms beside them."""
     for layer in layers.values():
         for parameter in layer.parameters():
             if not parameter.requires_grad and parameter.is_floating_point():
@@ -424,7 +425,7 @@ def _unpacked_dtype(layers: Mapping[int, nn.Module]) -> torch.dtype:
 
 def _made_up(leaf: str, shape: torch.Size, dtype: torch.dtype, device: torch.device) -> Tensor:
     """Random values for a matrix; for a vector, zeros if it is a bias, else ones, as in a norm."""
-    if is_storage_only(dtype):  # torch has no operation that fills it
+    if is_storage_only(dtype):  # torch cannot fill it
         return _made_up(leaf, shape, torch.float32, device).to(dtype)
     content = torch.empty(shape, dtype=dtype, device=device)
     if not dtype.is_floating_point:
@@ -466,17 +467,17 @@ def tensors_by_key(root: nn.Module, prefix: str = "") -> dict[str, tuple[str, Te
 
 
 def is_frozen(tensor: Tensor | None) -> bool:
-    """Whether a tensor is a parameter that does not train."""
+    """Whether a tensor is a frozen parameter."""
     return isinstance(tensor, nn.Parameter) and not tensor.requires_grad
 
 
 def keys_of(tensors: set[Tensor], root: nn.Module, prefix: str = "") -> set[str]:
-    """The keys under which a root's state dict has some of its tensors."""
+    """The keys of some of a root's tensors in its state dict."""
     return {key for key, (_, tensor) in tensors_by_key(root, prefix).items() if tensor in tensors}
 
 
 def leave_out(state: MutableMapping[str, Any], keys: Container[str], prefix: str = "") -> None:
-    """Delete tensors and the parts of their states from the keys that begin with ``prefix``."""
+    """Delete tensors and the parts of their states from the keys beginning with ``prefix``."""
     candidates = [key for key in state if key.startswith(prefix)]
     for key in candidates:
         if any(start in keys for start in _starts(key)):
@@ -484,7 +485,7 @@ def leave_out(state: MutableMapping[str, Any], keys: Container[str], prefix: str
 
 
 def left_out_of(state: Mapping[str, Any], root: nn.Module) -> dict[str, Tensor]:
-    """The frozen parameters that a state dict lacks, by key."""
+    """The frozen parameters missing in a state dict, by key."""
     found = tensors_by_key(root).items()
     return {key: t for key, (_, t) in found if key not in state and is_frozen(t)}
 
