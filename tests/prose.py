@@ -40,7 +40,6 @@ GOAL = Ceiling(relatives=2.0, negatives=0.4, openings=0)
 # The rooms still above the goal. Ceilings only shrink.
 CEILINGS = {
     "coordinator": Ceiling(4.3, 1.3, 7),
-    "guard": Ceiling(4.3, 0.9, 7),
     "model": Ceiling(4.4, 1.1, 54),
     "pipeline": Ceiling(2.0, 0.4, 9),
     "planner": Ceiling(3.5, 1.2, 20),
