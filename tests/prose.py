@@ -43,7 +43,6 @@ CEILINGS = {
     "model": Ceiling(4.4, 1.1, 54),
     "pipeline": Ceiling(2.0, 0.4, 9),
     "planner": Ceiling(3.5, 1.2, 20),
-    "replan": Ceiling(3.0, 1.9, 0),
     "worker": Ceiling(2.0, 0.4, 1),
 }
 # A ceiling has to be lowered when it is further above its room.
