@@ -41,9 +41,7 @@ GOAL = Ceiling(relatives=2.0, negatives=0.4, openings=0)
 CEILINGS = {
     "coordinator": Ceiling(4.3, 1.3, 7),
     "model": Ceiling(4.4, 1.1, 54),
-    "pipeline": Ceiling(2.0, 0.4, 9),
     "planner": Ceiling(3.5, 1.2, 20),
-    "worker": Ceiling(2.0, 0.4, 1),
 }
 # A ceiling has to be lowered when it is further above its room.
 SLACK = Ceiling(relatives=0.4, negatives=0.4, openings=10)
