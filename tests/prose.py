@@ -39,7 +39,6 @@ GOAL = Ceiling(relatives=2.0, negatives=0.4, openings=0)
 
 # The rooms still above the goal. Ceilings only shrink.
 CEILINGS = {
-    "coordinator": Ceiling(2.6, 0.8, 5),
     "model": Ceiling(4.4, 1.1, 54),
     "planner": Ceiling(3.5, 1.2, 20),
 }

@@ -49,7 +49,7 @@ from .requests import Answer, Requests
 from .roster import Phase, Roster, What
 from .run_part import RunPart
 
-# Takes a message that does not answer a request.
+# Takes a message without a waiting caller.
 Aside = Callable[[Member, Any], None]
 
 # The same with the tensors of the message.
@@ -89,9 +89,9 @@ class Connections:
         first_microbatch: The number of the first micro-batch of the present batch in the step.
         in_flight: The most micro-batches in flight in the present step.
         requests: The open requests.
-        asides: Takes messages that are not answers, by their kind.
+        asides: Takes messages without a waiting caller, by their kind.
         num_exchanges: The number of requested exchanges of replicas.
-        tensor_asides: Takes such messages with tensors, and may find a rule broken.
+        tensor_asides: Takes such messages with tensors; they may break a rule.
         is_ending: Returns whether SIGTERM has asked this process to end.
         part: Puts another worker in the place of a lost one, if recovery is on.
         is_interrupted: Returns whether an exception, such as Ctrl-C, has ended the run.
@@ -488,7 +488,7 @@ class Connections:
         arrival = self._next_arrival(patience_seconds or self.deadlines.request_seconds)
         content = arrival.content
         if (worker := self._by_channel.get(arrival.channel)) is None:
-            return None  # another worker has taken the place of the one that said it
+            return None  # another worker has taken the sender's place
         if isinstance(content, HeteroError):
             self._on_end(worker, content)
             return None

@@ -92,7 +92,7 @@ class Deployment:
         hand_overs: Takes hidden states to the stages and back.
         draws: The random numbers of this process's part of the steps.
         hosted: The layers with a replica in this process, if there are any.
-        has_updated_buffers: Whether forwards of layers on workers have updated buffers of theirs.
+        has_updated_buffers: Whether forwards of layers on workers have updated the layers' buffers.
         bytes_per_second: The rate at which the layers went to the slowest worker; infinite if each
             worker got fewer than two tensors.
 

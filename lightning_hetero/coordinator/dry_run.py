@@ -161,7 +161,7 @@ class Runs:
         return self._before.has_generators or repr(states) != repr(before)
 
     def prepare(self) -> None:
-        """Let a run find neither loggers nor gradients."""
+        """Keep a run from logging, and from finding gradients."""
         trainer = self._module.trainer
         trainer.loggers = [self._logger for _ in trainer.loggers]
         for parameter in self._module.parameters():
@@ -482,7 +482,7 @@ def _inside(loader: Any) -> list[Any]:
 
 
 def _copied(stream: Any) -> Any:
-    """A copy of data with a possible position."""
+    """A copy of data; the data may remember its position."""
     if not isinstance(stream, Iterator):
         with contextlib.suppress(TypeError, AttributeError, RuntimeError, copy.Error):
             return copy.deepcopy(stream)

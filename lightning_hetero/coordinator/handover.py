@@ -399,9 +399,9 @@ class HandOvers:
         layers: The layers on workers by their numbers.
         plan: The deployed plan.
         options: The user's options.
-        follow: Brings the stages up to date before hidden states leave; its argument tells whether
-            a backward follows.
-        twins: Compares the layers on workers with those here.
+        follow: Brings the stages up to date before hidden states leave; its argument is whether a
+            backward follows.
+        twins: Compares the layers on workers with the layers here.
 
     Attributes:
         plan: The deployed plan.

@@ -25,7 +25,7 @@ class Loss:
         place: The name of the worker and, if it differs, its address.
 
     Attributes:
-        served_by: The place of the process in its place; empty until this process served.
+        served_by: The name and address of its replacement, as in ``place``; empty until it served.
         served_seconds: When another process served, if it did.
         restored_seconds: When that process had the layers and their latest snapshot, if it had
             them.
@@ -75,7 +75,7 @@ class Loss:
 
 
 def why_not_again(losses: Sequence[Loss], worker: Member, step: int) -> str:
-    """Why a worker is not replaced once more, as sentences; empty if it is.
+    """Why a worker is not replaced once more, as sentences; empty if it may be.
 
     A layer that ends its process ends the next process at the same place, for ever.
 
@@ -100,7 +100,7 @@ def why_not_again(losses: Sequence[Loss], worker: Member, step: int) -> str:
 
 
 def seconds_of(losses: Sequence[Loss], start_seconds: float, end_seconds: float) -> float:
-    """The time between two moments with a process lost or repeating a lost one."""
+    """The time between two moments while a process was lost or repeated a lost one's work."""
     total, free = 0.0, start_seconds
     for loss in sorted(losses, key=lambda each: each.began_seconds):
         end = end_seconds if loss.end_seconds is None else min(loss.end_seconds, end_seconds)

@@ -103,7 +103,7 @@ class LayerMove:
                 stage.check_can_be_held(worker)
         self._sources = _sources(self._before, self._after, is_on_disk)
         self._is_on_disk = is_on_disk
-        # The number of workers still to get a tensor from another one.
+        # By tensor, the number of workers still to get it from another worker.
         self._num_left = Counter(
             name for (name, target), source in self._sources.items() if source not in (None, target)
         )

@@ -53,7 +53,7 @@ class NoTwins:
         """Report differences.
 
         Args:
-            is_first: Whether no batch has been trained before.
+            is_first: Whether this is the first batch or the first check of the run.
 
         Raises:
             ModelError: If a layer differs, the mode is ``"stop"``, and it is the first batch.

@@ -3,8 +3,8 @@
     training_step(batch)  ──────────────────────────────▶ loss of the whole ─┐
     training_step(micro-batch 1), …, weighted and added ▶ loss as it is cut ─┴▶ difference
 
-Both run before the first step, without gradients and in evaluation mode, and leave nothing behind.
-If ``training_step`` fails without gradients, it runs with them. Both run again at later batches
+Both run before the first step, without gradients and in evaluation mode, and leave no trace. If
+``training_step`` fails without gradients, it runs with them. Both run again at later batches
 (`check_schedule`), because a loss may change its kind. If the losses differ, the check tries
 several remedies and names the working ones. Otherwise it compares the gradients too, with the first
 two micro-batches (`first_gradients`): the losses of `loss / loss.detach()` are all 1, but its
@@ -125,7 +125,7 @@ class FirstBatchCheck:
         trial: Where ``training_step`` runs.
         weighting: How micro-batch losses combine.
         checks: All checks of the run, with this one.
-        one_run: A block in which ``training_step`` runs and leaves nothing behind: a layer in this
+        one_run: A block in which ``training_step`` runs and leaves no trace: a layer in this
             process may count its calls, and a module may carry a state from one call to the next.
     """
 
@@ -287,7 +287,7 @@ class FirstBatchCheck:
             cause = f"{type(error).__name__}: {error}"
             self.trial.recover()
         if cause is not None:
-            self.checks.said.add(("gradients",))  # nor could those of a later batch
+            self.checks.said.add(("gradients",))  # a later batch could not be checked either
             rank_zero_info(
                 f"Whether the gradients of the {self.checks.which} batch are those of its "
                 f"micro-batches could not be checked. {cause}"

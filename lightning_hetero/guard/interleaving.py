@@ -143,7 +143,7 @@ class InterleavingCheck:
         return losses
 
     def compare(self, checks: RunChecks, results: Sequence[Any]) -> None:
-        """Compare the losses of a step with those alone, if these were computed for it.
+        """Compare the losses of a step with the losses alone, if these were computed for it.
 
         Args:
             checks: The checks of the run.
