@@ -1,8 +1,8 @@
 """Checks workers' answers against the requests: names, numbers, shapes and dtypes.
 
-A wrong answer raises a `RemoteProtocolError`, the fault of the worker that answered. The checks do
-not tell whether a worker computed correctly; but a tensor of another form is never converted,
-averaged or filled in.
+A wrong answer raises a `RemoteProtocolError`, the fault of the answering worker. The checks do not
+show whether a worker computed correctly; but a tensor of another form is never converted, averaged
+or filled in.
 """
 
 from __future__ import annotations
@@ -45,13 +45,13 @@ class HeldTensor:
 
     @property
     def is_trained(self) -> bool:
-        """Whether it is a parameter that trains at present."""
+        """Whether it is a parameter in training at present."""
         return self.parameter is not None and self.parameter.requires_grad
 
     def check(self, name: str, found: Tensor) -> None:
         """Refuse content of another form.
 
-        A buffer may have changed its floating dtype: layers store there what they compute.
+        A buffer may have changed its floating dtype: layers store their results there.
         """
         if self.parameter is None and self.spec.torch_dtype.is_floating_point:
             fits_dtype = found.is_floating_point()
@@ -67,7 +67,7 @@ class HeldTensor:
 def held_tensors(
     layers: Mapping[int, nn.Module], dtypes: Mapping[str, torch.dtype]
 ) -> dict[str, HeldTensor]:
-    """The tensors of a stage, which have these dtypes on its worker."""
+    """The tensors of a stage, with their dtypes on its worker."""
     return {
         name: HeldTensor(
             TensorSpec(dtype_name(dtypes[name]), list(tensor.shape)),
@@ -84,12 +84,12 @@ def check_content(
     missing: Collection[str],
     held: Mapping[str, HeldTensor],
 ) -> None:
-    """Refuse a tensor that was not asked for, or that has another form.
+    """Refuse a tensor without a request for it, or of another form.
 
     Args:
         message: Names the tensor, and the parts of its state.
         tensors: The tensor and the parts of its state.
-        missing: The names that the worker was asked for and has not sent yet.
+        missing: The requested names whose tensors have not arrived yet.
         held: The tensors as the worker holds them.
 
     Raises:
@@ -125,12 +125,12 @@ def check_state(layers: Mapping[int, nn.Module], name: str, content: Tensor, sta
 def check_norms(
     norms: Mapping[str, float], held: Mapping[str, HeldTensor], optimized: Collection[str] | None
 ) -> None:
-    """Refuse gradient norms that cannot be those of a worker's parameters.
+    """Refuse gradient norms that cannot belong to a worker's parameters.
 
     An infinite or NaN norm is accepted: the gradient may be infinite or NaN.
 
     Args:
-        norms: The norms that the worker sent.
+        norms: The norms from the worker.
         held: The worker's tensors.
         optimized: The names of an optimizer's parameters; None for the parameters of all.
 
@@ -155,14 +155,14 @@ def check_norms(
 def check_optimizer_state(
     name: str, state: Any, parameter: Tensor, is_torchs: bool
 ) -> dict[str, Any]:
-    """Check the optimizer's state of a parameter that a worker sent; returns it.
+    """Check a worker's optimizer state of a parameter; returns it.
 
     Args:
         name: The parameter's name.
-        state: The state that the worker sent.
+        state: The state from the worker.
         parameter: The parameter in this process.
-        is_torchs: Whether the optimizer is one of torch's own, which keep numbers, and tensors
-            that a parameter's shape spreads.
+        is_torchs: Whether the optimizer is torch's own; such a state has floating-point tensors, of
+            one element or of a shape that broadcasts to the parameter's.
 
     Raises:
         RemoteProtocolError: If the optimizer cannot have such a state.
@@ -185,20 +185,20 @@ def _can_be_state(value: Tensor, parameter: Tensor, is_torchs: bool) -> bool:
 
 
 def _spreads(value: Tensor, parameter: Tensor) -> bool:
-    """Whether a tensor has the shape of another one, or that shape with some dimensions of 1."""
+    """Whether a tensor has a parameter's shape, or this shape with some dimensions of 1."""
     pairs = zip(value.shape, parameter.shape, strict=False)
     return value.ndim == parameter.ndim and all(own in (1, whole) for own, whole in pairs)
 
 
-# The numbers of layers, what was sent to the first of them, and what came back from the last.
+# The numbers of layers, the form sent to the first layer, and the form returned by the last.
 _Form = tuple[object, ...]
 
 
 class DueAnswers:
-    """The activations and gradients of the present step that the stages have not sent yet.
+    """The activations and gradients of the present step still to come from the stages.
 
-    A form that layers have made of another one before is kept over all steps. To try the layers on
-    ``meta`` takes a good part of the time in which a small layer is computed.
+    A form made by layers from another form is kept over all steps. A try of the layers on ``meta``
+    takes a good part of a small layer's computing time.
     """
 
     def __init__(self) -> None:
@@ -206,19 +206,19 @@ class DueAnswers:
         self.begin_step()
 
     def begin_step(self) -> None:
-        """Forget what an earlier step waited for."""
+        """Forget the due answers of an earlier step."""
         self._sent: dict[Key, _SentForward] = {}
         self._activations: set[Key] = set()
         self._gradients: set[Key] = set()
 
     def note_forward(self, key: Key, entering: Activation, surroundings: Surroundings) -> None:
-        """Note that hidden states go to the first stage, with what goes along."""
+        """Note hidden states sent to the first stage, with their arguments."""
         specs = [TensorSpec.of(tensor) for tensor in entering.tensors]
         self._sent[key] = _SentForward(specs, surroundings)
         self._activations.add(key)
 
     def note_backward(self, key: Key) -> None:
-        """Note that gradients of a returned activation go to the last stage."""
+        """Note gradients of a returned activation sent to the last stage."""
         self._gradients.add(key)
 
     def take_activation(
@@ -228,7 +228,7 @@ class DueAnswers:
         layers: Mapping[int, nn.Module],
         dtypes: Callable[[], Collection[torch.dtype]],
     ) -> None:
-        """Check an activation that has come back.
+        """Check a returned activation.
 
         Raises:
             RemoteProtocolError: If it is not due, or has another form.
@@ -239,7 +239,7 @@ class DueAnswers:
         self._activations.remove(key)
 
     def take_gradients(self, key: Key, found: Gradients) -> None:
-        """Check gradients that have come from the first stage.
+        """Check gradients from the first stage.
 
         Raises:
             RemoteProtocolError: If they are not due, or have another form.
@@ -269,19 +269,19 @@ class _SentForward:
         dtypes: Callable[[], Collection[torch.dtype]],
         forms: set[_Form],
     ) -> None:
-        """Refuse what cannot be the hidden states behind the last layer.
+        """Refuse an answer that cannot be the hidden states after the last layer.
 
         Where layers change the form of hidden states, they are run on ``meta`` to find the form;
-        where that is not possible, only the number of samples must be the same.
+        where this is not possible, only the number of samples must be the same.
 
         Args:
             found: The answer.
-            layers: All that it went through.
+            layers: All layers on its way.
             dtypes: The possible dtypes of the layers' results.
             forms: The forms passed before; gets this one if it passes.
 
         Raises:
-            RemoteProtocolError: With what came and what should have.
+            RemoteProtocolError: With the form that came and the expected form.
         """
         unknown = {kind for kind, _ in found.outputs} - set(self.surroundings.collect)
         if unknown:
@@ -307,7 +307,7 @@ class _SentForward:
         layers: Mapping[int, nn.Module],
         dtypes: Callable[[], Collection[torch.dtype]],
     ) -> None:
-        """Refuse what the layers cannot have made of the hidden states."""
+        """Refuse a form that the layers cannot have made of the hidden states."""
         usual, came = self._usual(layers), TensorSpec.of(hidden)
         may_be = {*dtypes(), self.spec.torch_dtype, torch.float32}
         may_be.add(self.surroundings.autocast_dtype or torch.float32)
@@ -324,10 +324,10 @@ class _SentForward:
             )
 
     def check_gradients(self, found: Gradients) -> None:
-        """Refuse gradients that are not those of these hidden states.
+        """Refuse gradients of another form than these hidden states.
 
         Raises:
-            RemoteProtocolError: With what came and what should have.
+            RemoteProtocolError: With the form that came and the expected form.
         """
         if len(found.tensors) > len(self.specs):
             raise RemoteProtocolError(
@@ -352,7 +352,7 @@ class _SentForward:
         return numbers, *((spec.dtype, *spec.shape) for spec in (*self.specs, came))
 
     def _tried(self, layers: Mapping[int, nn.Module]) -> Tensor | None:
-        """The output of the layers on ``meta``; None where its form depends on values."""
+        """The output of the layers on ``meta``, unless its form depends on values."""
         hidden = torch.empty(self.spec.shape, dtype=self.spec.torch_dtype, device="meta")
         carried = self.surroundings.carried
         along = {ENTERED: hidden, **{name: _to_meta(each) for name, each in carried.items()}}
@@ -375,10 +375,10 @@ def _to_meta(tensor: Tensor) -> Tensor:
 
 
 def check_narrowed(narrowed: Sequence[m.Narrowed | None], wire_dtype: WireDtype | None) -> None:
-    """Refuse tensors that were rounded for sending although the plan does not ask for it.
+    """Refuse tensors rounded for sending although the plan does not ask for it.
 
     Raises:
-        RemoteProtocolError: If one of them was rounded.
+        RemoteProtocolError: If a tensor was rounded.
     """
     if wire_dtype is None and any(said is not None for said in narrowed):
         raise RemoteProtocolError("It rounded what it sent, and the plan does not want that.")

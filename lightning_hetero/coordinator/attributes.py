@@ -1,4 +1,4 @@
-"""The coordinator's side of attributes of layers: it sends workers those that have changed here."""
+"""The coordinator's side of attributes of layers: it sends workers the attributes changed here."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ from .worker_stages import RemoteStage
 
 
 class PlainAttributes:
-    """Sends attributes of layers that were changed here to the workers of these layers.
+    """Sends layers' attributes changed here to the workers of these layers.
 
     Args:
         layers: The layers on workers by their numbers.
         connections: The workers.
         remote: Has deployed the layers.
-        stamp: What a worker's stages do before the forwards that are sent next.
-        hollow: The layers here; they note what changes.
-        changed: Attributes that already differ from those that the workers have built.
+        stamp: The progress of a worker's stages before the next forwards.
+        hollow: The layers here; they note the changes.
+        changed: Attributes that already differ from the layers built by the workers.
     """
 
     def __init__(
@@ -99,10 +99,10 @@ class PlainAttributes:
 def changed_since_recipe(
     stages: Sequence[RemoteStage], layers: Mapping[int, DecoderLayer]
 ) -> list[Change]:
-    """The attributes that differ from those of layers built from their recipes.
+    """The attributes that differ from layers built from their recipes.
 
     A recipe for layers of the user's own contains their attributes. The recipe of a Hugging Face
-    model contains its config, and not what was set on a layer.
+    model contains its config, but not the attributes set on a layer.
 
     Raises:
         ModelError: If an attribute cannot be sent.
@@ -122,7 +122,7 @@ def changed_since_recipe(
 
 
 def _check_same_classes(name: str, layer: nn.Module, made: nn.Module) -> None:
-    """Refuse a layer in which a module was replaced by one of another class.
+    """Refuse a layer with a module replaced by a module of another class.
 
     Raises:
         ModelError: With the module and both classes.

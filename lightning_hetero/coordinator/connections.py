@@ -1,8 +1,8 @@
-"""The coordinator's connections: who the workers are, asking them, hearing them, losing them.
+"""The coordinator's connections: the workers of a run, requests, messages and losses.
 
-The other parts of the coordinator (`neighbors`, `layers`, `steps`, `optimizers`, `telemetry`)
-share one `Connections`. An answer goes to its request in `requests`. Any other message goes to the
-part that has registered for its kind in `asides`, else to the caller that waits.
+The other parts of the coordinator (`neighbors`, `layers`, `steps`, `optimizers`, `telemetry`) share
+one `Connections`. An answer goes to its request in `requests`. Any other message goes to the part
+registered for its kind in `asides`, else to the waiting caller.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ from .requests import Answer, Requests
 from .roster import Phase, Roster, What
 from .run_part import RunPart
 
-# Takes a message that nobody waits for.
+# Takes a message without a waiting caller.
 Aside = Callable[[Member, Any], None]
 
 # The same with the tensors of the message.
@@ -57,7 +57,7 @@ TensorAside = Callable[[Member, Any, Sequence[Tensor]], None]
 
 
 class Unfinished(Protocol):
-    """A step of which backwards are on their way while other code runs."""
+    """A step with backwards on their way while other code runs."""
 
     def finish(self) -> None:
         """Wait until all backwards have run."""
@@ -78,24 +78,23 @@ class Connections:
 
     Attributes:
         roster: The present state of each worker.
-        members: The connected workers, by their numbers; an idle one that is lost is left out.
-        workers: The needed ones, with stages; before `assign`, all of them.
-        neighbors: The pairs of names of workers between which something passes; before `assign`,
-            all pairs.
+        members: The connected workers, by their numbers; a lost idle worker is left out.
+        workers: The needed members, with stages; before `assign`, all members.
+        neighbors: The pairs of names of workers that exchange messages; before `assign`, all pairs.
         ways: By micro-batch and visit of the present step, the worker of each stage on its way.
         deadlines: As given.
-        run: The name of the run, which only distinguishes runs.
+        run: The name of the run; it only distinguishes runs.
         equipment: As given.
         step: The number of the present step; 0 before the first one.
         first_microbatch: The number of the first micro-batch of the present batch in the step.
         in_flight: The most micro-batches in flight in the present step.
         requests: The open requests.
-        asides: Takes messages that nobody waits for, by their kind.
-        num_exchanges: The exchanges of replicas that were asked for.
-        tensor_asides: The same for messages that come with tensors, which may break a rule.
-        is_ending: Tells whether SIGTERM has asked this process to end.
-        part: Puts another worker in the place of a lost one, if anything does.
-        is_interrupted: Tells whether an exception, such as Ctrl-C, has ended the run.
+        asides: Takes messages without a waiting caller, by their kind.
+        num_exchanges: The number of requested exchanges of replicas.
+        tensor_asides: Takes such messages with tensors; they may break a rule.
+        is_ending: Returns whether SIGTERM has asked this process to end.
+        part: Puts another worker in the place of a lost one, if recovery is on.
+        is_interrupted: Returns whether an exception, such as Ctrl-C, has ended the run.
 
     Raises:
         WorkerUnreachable: If a worker does not answer or refuses.
@@ -114,7 +113,7 @@ class Connections:
         self.roster = Roster()
         self.members: list[Member] = []
         self.workers: list[Member] = []
-        # By name, all workers that were ever members, but for those that the first plan has freed.
+        # By name, all workers ever connected, except workers freed by the first plan.
         self._known: dict[str, Member] = {}
         self.ways: dict[Key, dict[int, Member]] = {}
         self.step = 0
@@ -135,12 +134,12 @@ class Connections:
         self.part = RunPart()
         self.is_interrupted: Callable[[], bool] = lambda: False
         self._inbox: Inbox = SimpleQueue()
-        # What has come while a certain answer was awaited; it comes before the inbox.
+        # The arrivals during the wait for a certain answer; they come before the inbox.
         self._put_aside: deque[Arrival] = deque()
         self._receive_pool = receive_pool
         self._source = source
         self.run = secrets.token_hex(RUN_LETTERS // 2)
-        # The step of which backwards are on their way while other code runs.
+        # The step with backwards on their way while other code runs.
         self._unfinished: Unfinished | None = None
         # Why the run is over.
         self._end = ""
@@ -154,18 +153,18 @@ class Connections:
         self.neighbors = pairs_of(self.members)
 
     def note(self, what: What, worker: Member | None = None, **facts: Any) -> None:
-        """Note what has happened to a worker, or to all of them; the facts are those of `Noted`."""
+        """Note an event of a worker, or of all workers; the facts are fields of `Noted`."""
         moment_seconds = time.perf_counter()
         name = "" if worker is None else worker.name
         try:
             self.roster.note(Noted(what.value, name, moment_seconds=moment_seconds, **facts))
-        finally:  # also after an error of a callback that reads the event
+        finally:  # also after an error in a callback for the event
             state = self.roster.state
             self.members = [self._known[row.name] for row in state.members]
             self.workers = [self._known[row.name] for row in state.needed]
 
     def _add(self, number: int, name: str) -> Member:
-        """Open a session with a worker, which becomes a member."""
+        """Open a session with a worker; it becomes a member."""
         channel, theirs, address, session = self._open(name)
         worker = self._known[name] = Member(name, self.roster, address, channel, theirs, session)
         self.note(What.JOINED, worker, number=number)
@@ -176,13 +175,13 @@ class Connections:
         return worker
 
     def new_session_name(self) -> str:
-        """A name for a session of this run, which nobody can guess."""
+        """A name for a session of this run, impossible to guess."""
         return self.run + secrets.token_hex(16)
 
     def _open(self, own_name: str) -> tuple[Channel, m.Equipment, Address, str]:
         """Open a session with a worker; returns its channel, equipment, address and session."""
-        # Each worker has a name of its own, so that a neighbor that reaches another worker than the
-        # right one, or itself, is refused.
+        # Each worker has a name of its own, to refuse a neighbor that reaches a wrong worker, or
+        # itself.
         session = self.new_session_name()
         channel, welcome, address = self._source.admit(own_name, session)
         channel.start(self._inbox, self._receive_pool())
@@ -190,19 +189,19 @@ class Connections:
 
     @property
     def spares(self) -> list[str]:
-        """The own names of workers that could be reached, and that are no members."""
+        """The own names of workers that could be reached, and are not members."""
         taken = {member.row.own_name for member in self.members}
         return [name for name in self._source.names() if name not in taken]
 
     def dial_again(self, worker: Member, own_name: str) -> None:
-        """Open a session with the process that takes the place of a lost worker.
+        """Open a session with the process in the place of a lost worker.
 
         Args:
-            worker: The lost one.
-            own_name: The name of the process: that of the lost one, or of a spare.
+            worker: The lost worker.
+            own_name: The name of the process: the lost worker's, or a spare's.
 
         Raises:
-            WorkerUnreachable: If no worker answers there or it refuses.
+            WorkerUnreachable: If a worker does not answer there or refuses.
         """
         with self._another_channel(worker):
             opened = self._open(own_name)
@@ -210,7 +209,7 @@ class Connections:
             self.note(What.SERVED, worker, text=own_name)
 
     def dial_beside(self, worker: Member, other: Member, session: str) -> None:
-        """Open the session for which a second process waits on the machine of another worker.
+        """Open the session with a waiting second process on the machine of another worker.
 
         Raises:
             WorkerUnreachable: If it does not answer or refuses.
@@ -228,18 +227,18 @@ class Connections:
         on_sent = worker.channel.on_sent
         self._by_channel.pop(worker.channel, None)
         self.requests.forget(worker, worker.journal.requests if worker.journal else ())
-        worker.channel.close(m.Goodbye())  # it may be a process that was not restored in time
+        worker.channel.close(m.Goodbye())  # it may be a process restored too late
         yield
         worker.channel.report_sent(on_sent)
         self._by_channel[worker.channel] = worker
 
     def admit(self, own_name: str) -> Member:
-        """Open a session with a worker that joins during the run; it has no stage yet.
+        """Open a session with a worker joining during the run, still without stages.
 
         Raises:
             WorkerUnreachable: If it does not answer or refuses.
         """
-        # The number of a worker that has left may still stand in reports of others.
+        # The number of a departed worker may still stand in reports of others.
         rows = self.roster.state.rows.values()
         return self._add(1 + max((row.number for row in rows), default=0), own_name)
 
@@ -248,17 +247,17 @@ class Connections:
 
         Args:
             worker: The worker.
-            why: The fate of it, for later questions; empty if it may join again.
+            why: Its fate, for later questions; empty if it may join again.
         """
         if worker.row.phase is Phase.IDLE:  # else it is gone, or the run is over by it
             self.note(What.LEFT, worker, text=why)
         self.requests.forget(worker)
-        # Its name may join again; the end of this conversation is no end of the next one.
+        # Its name may join again; the end of this conversation does not end the next one.
         self._by_channel.pop(worker.channel, None)
         worker.channel.close(m.Goodbye())
 
     def forget_reports_of(self, workers: Collection[Member]) -> None:
-        """Forget what others have yet to report of the lost workers in whose place these are."""
+        """Forget the unread reports of other workers about these workers' lost predecessors."""
         numbers = {worker.number for worker in workers}
         self._put_aside = deque(
             arrival
@@ -271,7 +270,7 @@ class Connections:
         )
 
     def _note_lingering(self, worker: Member) -> None:
-        """Tell of a worker that allows less time for broken connections than this run wants."""
+        """Warn of a worker with less time for broken connections than this run wants."""
         lingering = worker.channel.line.lingering
         asked_seconds = linger_seconds(self.deadlines.linger_seconds)
         seconds = 0.0 if lingering is None else lingering.seconds
@@ -287,13 +286,13 @@ class Connections:
         self._unfinished = unfinished
 
     def take_up(self) -> None:
-        """The step that `leave` has left goes on; whoever goes on waits for its backwards."""
+        """Go on with the step left by `leave`; the caller waits for its backwards."""
         self._unfinished = None
 
     def settle(self) -> None:
-        """Wait for the backwards that are on their way while other code runs, if there are any.
+        """Wait for the backwards on their way while other code runs, if there are any.
 
-        Call it before anything that is no part of the present step is said to the workers.
+        Call it before each message to the workers outside of the present step.
 
         Raises:
             WorkerError: If a worker fails.
@@ -303,7 +302,7 @@ class Connections:
             unfinished.finish()
 
     def give_up_step(self) -> None:
-        """Forget the backwards that are on their way while other code runs."""
+        """Forget the backwards on their way while other code runs."""
         unfinished, self._unfinished = self._unfinished, None
         if unfinished is not None:
             unfinished.drop()
@@ -314,14 +313,14 @@ class Connections:
         try:
             say_goodbye(self.members)
         except KeyboardInterrupt:
-            # The process may live on, as that of a notebook does, and would keep the workers.
+            # The process may live on, as a notebook's does, and would keep the workers.
             say_goodbye(self.members)
             raise
         finally:
             self.note(What.CLOSED)
 
     def named(self, name: str) -> Member:
-        """The worker of that name."""
+        """The worker with this name."""
         return next(worker for worker in self.members if worker.name == name)
 
     def keep(self, names: Sequence[str]) -> None:
@@ -331,17 +330,17 @@ class Connections:
         self.note(What.KEPT, names=[*names])
         self._known = {worker.name: worker for worker in kept}
         self._by_channel = {worker.channel: worker for worker in kept}
-        # Arrivals of the freed workers are dropped; nothing waits for them.
+        # Arrivals of the freed workers are dropped: they are not awaited.
         for arrival in [self._inbox.get() for _ in range(self._inbox.qsize())]:
             if arrival.channel in self._by_channel:
                 self._inbox.put(arrival)
 
     def assign(self, placement: Placement, giving: Collection[Member] = ()) -> None:
-        """Note the stages that each worker is about to serve; workers without any are idle.
+        """Note the coming stages of each worker; workers without any are idle.
 
         Args:
             placement: The coming holders of each stage.
-            giving: The workers that give layers away meanwhile.
+            giving: The workers giving layers away meanwhile.
         """
         stages = {each.name: [*placement.stages_of(each.name)] for each in self.members}
         stages = {name: numbers for name, numbers in stages.items() if numbers}
@@ -355,7 +354,7 @@ class Connections:
 
     @property
     def lost(self) -> WorkerError | None:
-        """Why requests can no longer be answered, or None while they can.
+        """The reason why requests can no longer be answered, if there is one.
 
         A lost link between two workers ends steps only: both still answer requests.
         """
@@ -390,10 +389,10 @@ class Connections:
         also: str = "",
         is_needed: bool = False,
     ) -> WorkerError:
-        """Give a worker up; the caller must raise the error that is returned.
+        """Give a worker up; the caller must raise the returned error.
 
         Args:
-            worker: The lost one.
+            worker: The lost worker.
             cause: The error at the end of its conversation.
             also: Another sentence for the error.
             is_needed: Whether the run cannot go on, also if the worker has no layers.
@@ -414,7 +413,7 @@ class Connections:
         elif worker.row.phase is not Phase.GONE:
             what = What.GIVEN_UP if worker.row.is_needed else What.MISSED
             self.note(what, worker, text=text)
-        # The strategy adds to the error that is raised how to go on.
+        # The strategy adds to the raised error how to go on.
         return WorkerLost(text)
 
     @contextmanager
@@ -450,21 +449,21 @@ class Connections:
     def broadcast(
         self, message: m.Message | Callable[[Member], m.Message], *tensors: Tensor
     ) -> None:
-        """Queue a message, or one made for each of them, for all workers that serve stages."""
+        """Queue a message, or a message made for each worker, for all workers with stages."""
         self.settle()
         for worker in self.workers:
             each = message if isinstance(message, m.Message) else message(worker)
             self.send(worker, each, *tensors)
 
     def receive(self, patience_seconds: float | None = None) -> tuple[Member, Frame]:
-        """Wait for the next message that is no aside.
+        """Wait for the next message for the caller.
 
         Args:
             patience_seconds: How long to wait; None for the deadline of requests.
 
         Raises:
             StageFailed: If a worker's code raised.
-            WorkerLost: If a worker is gone, or no message comes in time.
+            WorkerLost: If a worker is gone, or a message does not come in time.
         """
         self.check_usable()
         while True:
@@ -472,24 +471,24 @@ class Connections:
                 return heard
 
     def receive_arrived(self) -> tuple[Member, Frame] | None:
-        """The next message that has arrived and is no aside; None if there is none."""
+        """The next arrived message for the caller, if there is one."""
         while self._put_aside or not self._inbox.empty():
             if (heard := self.hear(None)) is not None:
                 return heard
         return None
 
     def hear(self, patience_seconds: float | None = None) -> tuple[Member, Frame] | None:
-        """Wait for the next message; give it to its part and return None if it is an aside.
+        """Wait for the next message; return it, unless it goes to a part of the coordinator.
 
         Raises:
             StageFailed: If a worker's code raised.
-            WorkerLost: If a worker is gone, or no message comes in time.
+            WorkerLost: If a worker is gone, or a message does not come in time.
         """
-        self.settle()  # what comes for the backwards that are left must not be lost
+        self.settle()  # messages for the remaining backwards must not be lost
         arrival = self._next_arrival(patience_seconds or self.deadlines.request_seconds)
         content = arrival.content
         if (worker := self._by_channel.get(arrival.channel)) is None:
-            return None  # another worker has taken the place of the one that said it
+            return None  # another worker has taken the sender's place
         if isinstance(content, HeteroError):
             self._on_end(worker, content)
             return None
@@ -510,8 +509,9 @@ class Connections:
         return None
 
     def _is_answer(self, worker: Member, frame: Frame) -> bool:
-        """Whether a frame answers a request, which gets it then; raises for a `Failure`, unless it
-        is of what was given up after an error: then the worker's weights can still be fetched."""
+        """Whether a frame answers a request; the request gets it then. Raises for a `Failure`,
+        unless its request was given up after an error: then the worker's weights can still be
+        fetched."""
         message = frame.message
         if isinstance(message, m.Failure):
             error = self._stage_failed(worker, message)
@@ -526,10 +526,10 @@ class Connections:
         return is_answer
 
     def _on_end(self, worker: Member, cause: HeteroError) -> None:
-        """Another worker takes the place of one whose channel has ended, or the run ends.
+        """Replace a worker after the end of its channel, or end the run.
 
         Raises:
-            WorkerLost: If the run needs the worker, and no other one takes its place.
+            WorkerLost: If the run needs the worker, and cannot replace it.
         """
         also = self._why_not_replaced(worker, cause)
         if also is None:
@@ -539,7 +539,8 @@ class Connections:
             raise loss
 
     def _why_not_replaced(self, worker: Member, cause: HeteroError) -> str | None:
-        """Put another worker in the place of a lost one, or say why not; None if that is done."""
+        """Put another worker in the place of a lost one; returns why this is not possible, if
+        so."""
         is_given_up = worker.row.phase is Phase.GIVEN_UP
         if is_given_up or worker not in self.workers:
             return ""
@@ -554,8 +555,8 @@ class Connections:
             raise
 
     def await_alone(self, answer: Answer) -> None:
-        """Wait until an answer is over. What other workers say meanwhile, and what its own worker
-        says besides, is heard later.
+        """Wait until an answer is over. Messages of other workers, and other messages of its own
+        worker, are heard later.
 
         Raises:
             ChannelError: If the worker's channel ends.
@@ -583,14 +584,14 @@ class Connections:
             self._put_aside.extendleft(reversed(aside))
 
     def _next_arrival(self, patience_seconds: float) -> Arrival:
-        """Wait for the next arrival. The time in which a worker is paused by its owner, or a
+        """Wait for the next arrival. The time while a worker is paused by its owner, or while a
         broken connection may come back, does not count.
 
         Lightning only notes SIGTERM, for the end of the batch. A batch that waits for a worker may
-        have no end, so nothing arrives for long after the signal.
+        never end, so the wait is short after the signal.
 
         Raises:
-            WorkerLost: If nothing arrives in time.
+            WorkerLost: If a message does not arrive in time.
         """
         look_seconds = min(patience_seconds, LOOK_SECONDS, self.deadlines.leave_seconds)
         waited_seconds = ending_seconds = 0.0
@@ -609,7 +610,7 @@ class Connections:
                 raise self._give_up("No", waited_seconds)
 
     def _give_up(self, words: str, seconds: float) -> WorkerError:
-        """Note that workers do not answer; the caller must raise the error that is returned."""
+        """Note missing answers of workers; the caller must raise the returned error."""
         known = " ".join(worker.last_known for worker in self.workers)
         cut_off = " and ".join(str(worker) for worker in self.workers if worker.is_cut_off)
         state = f"while {cut_off} was cut off" if cut_off else "although all workers answer"
@@ -621,7 +622,7 @@ class Connections:
 
     @property
     def _reason_to_leave(self) -> str:
-        """Why this process waits no longer than it must; empty if it has time."""
+        """Why this process must end its waits soon; empty if it has time."""
         if self.is_ending():
             return "SIGTERM asks this process to end"
         is_cut_off = any(worker.is_cut_off for worker in self.workers)
@@ -643,7 +644,7 @@ class Connections:
         return look
 
     def _stage_failed(self, worker: Member, failure: m.Failure) -> StageFailed:
-        """The error to raise for a worker whose code raised."""
+        """The error to raise for an exception in a worker's code."""
         worker.forget_constants()  # it may have failed before it kept the latest ones
         if failure.in_optimizer_step:
             self.note(What.TORN)
@@ -652,7 +653,8 @@ class Connections:
         return StageFailed.with_traceback_there(text, failure.traceback)
 
     def _other_versions(self, worker: Member) -> str:
-        """A sentence on the libraries of a worker that could not begin; empty if they are ours."""
+        """A sentence on the different libraries of a worker that could not begin; empty if they are
+        ours."""
         found = differences(self.equipment, worker.equipment)
         if not found:
             return ""
@@ -662,17 +664,17 @@ class Connections:
         )
 
     def numbered(self, number: int) -> Member | None:
-        """The worker of a number, also one that is gone; None if there is none."""
-        # Threads that read from channels ask too, and no state of the roster changes.
+        """The worker of a number, also after its loss, if there is one."""
+        # The reading threads of channels ask too, and a state of the roster does not change.
         rows = self.roster.state.rows.values()
         name = next((row.name for row in rows if row.number == number), None)
         return None if name is None else self._known[name]
 
     def take_end_of(self, lost: Member) -> None:
-        """Hear how a worker's channel has ended. Other arrivals are heard later.
+        """Hear the end of a worker's channel. Other arrivals are heard later.
 
         Raises:
-            WorkerLost: If the run needs the worker, and no other one takes its place.
+            WorkerLost: If the run needs the worker, and cannot replace it.
         """
         aside: list[Arrival] = []
         while True:
@@ -707,7 +709,7 @@ def pairs_of(workers: Iterable[Member]) -> frozenset[frozenset[str]]:
 
 
 def refuse_unasked(_worker: Member, message: m.Message, _tensors: Sequence[Tensor]) -> None:
-    """Refuse tensors for which no part of this run waits.
+    """Refuse tensors without a part of this run that waits for them.
 
     Raises:
         RemoteProtocolError: Always.

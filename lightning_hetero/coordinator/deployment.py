@@ -1,8 +1,8 @@
-"""A model deployed over workers: its hollow layers, their tensors, and the layers that stay here.
+"""A model deployed over workers: its hollow layers, their tensors, and the layers kept here.
 
 `Deployment` is composed of four parts: `TensorsAway` knows the tensors on workers,
-`TrainedParameters` knows which of them train, `HandOvers` sends hidden states, and
-`PlainAttributes` sends attributes of layers that have changed here.
+`TrainedParameters` knows the trained ones among them, `HandOvers` sends hidden states, and
+`PlainAttributes` sends attributes of layers changed here.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ if TYPE_CHECKING:
     from .session import Coordinator
 
 _MOST_NAMES = 12
-# How often buffers are updated, and what to do about it.
+# How often buffers are updated, and the remedy.
 _IN_PIECES = (
     "once for each micro-batch and not once for the batch",
     "use `micro_batches=1`, or keep their layers with the coordinator, for training with "
@@ -71,7 +71,7 @@ _AGAIN = (
 class Deployment:
     """Some layers of a model live on workers from construction until `bring_back`.
 
-    When layers move, another one takes its place, with the same coordinator.
+    When layers move, another deployment takes its place, with the same coordinator.
 
     Args:
         root: The LightningModule.
@@ -82,19 +82,19 @@ class Deployment:
         converts_weights: Whether a stage's ``dtype`` holds for its weights too; under autocast it
             does not.
         batches: The user's options for batches.
-        before: The deployment whose place this one takes. After an error it is in its place again,
-            and if layers have begun to move, it runs no step any more.
-        parts: Makes what it has besides its steps.
+        before: The deployment replaced by this one. After an error it is in its place again, and if
+            layers have begun to move, it cannot run further steps.
+        parts: Makes its parts besides its steps.
 
     Attributes:
         tensors: The tensors of the layers on workers.
-        trained: Knows which of their parameters train.
+        trained: Knows the trained ones among their parameters.
         hand_overs: Takes hidden states to the stages and back.
         draws: The random numbers of this process's part of the steps.
-        hosted: The layers of which this process is a replica; None if there are none.
-        has_updated_buffers: Whether forwards of layers on workers have updated buffers of theirs.
-        bytes_per_second: The rate at which the layers went to the workers, that of the slowest one;
-            infinite if no worker got two tensors.
+        hosted: The layers with a replica in this process, if there are any.
+        has_updated_buffers: Whether forwards of layers on workers have updated the layers' buffers.
+        bytes_per_second: The rate at which the layers went to the slowest worker; infinite if each
+            worker got fewer than two tensors.
 
     Raises:
         ModelError: If the layers cannot live apart.
@@ -134,7 +134,7 @@ class Deployment:
 
     @contextmanager
     def _copies_taken_out(self) -> Iterator[None]:
-        """After an error inside, the module has what its layers share again."""
+        """After an error inside, the module has its layers' shared parts again."""
         try:
             yield
         except BaseException:
@@ -205,7 +205,7 @@ class Deployment:
         )
 
     def _hosted_layers(self, away: Mapping[int, DecoderLayer]) -> dict[int, nn.Module]:
-        """The layers of which this process is to be a replica, of those on workers.
+        """The layers on workers of which this process will be a replica.
 
         Raises:
             ModelError: If these are several lists of layers.
@@ -219,7 +219,7 @@ class Deployment:
         return {number: layer.module for number, layer in away.items() if number in hosted}
 
     def _look_at_tensors(self, hosted: Collection[int], before: Deployment | None) -> None:
-        """Find out which tensors are on workers, here and there, or trained."""
+        """Find the tensors on workers, here and there, and the trained ones."""
         weights = weights_in_checkpoint(self._root)
         changed, are_there = ((), ()) if before is None else before._changed_and_away
         leaving = {n: layer for n, layer in self._away.items() if n not in are_there}
@@ -255,7 +255,7 @@ class Deployment:
                 self.coordinator.replacements.connect_again(cause, num_losses)
 
     def _move(self, stages: Sequence[RemoteStage], seed: int) -> None:
-        """Let the workers pass on what changes hands."""
+        """Let the workers pass on the layers that change hands."""
         tensors = {name: tensor for tensor, name in self.tensors.names_of.items()}
         remote = self.coordinator.layers
 
@@ -266,7 +266,7 @@ class Deployment:
         self._parts.move(remote, stages, Placement.of(self.plan), seed, is_on_disk)
 
     def share(self, plan: Plan) -> None:
-        """Let replicas take other shares from the next step on. The plan differs in nothing else.
+        """Let replicas take other shares from the next step on. The plan differs only in these.
 
         Raises:
             WorkerError: If a worker was lost.
@@ -287,24 +287,25 @@ class Deployment:
         return {name: path for name, path in found if path is not None}
 
     def coming_home(self, plan: Plan) -> set[str]:
-        """The names of the tensors of layers that this process gets under another plan."""
+        """The names of the tensors of layers that come to this process under another plan."""
         numbers = coming_home(Placement.of(self.plan), Placement.of(plan))
         return {name for name, _ in named_tensors({n: self._away[n] for n in numbers})}
 
     def leaving_home(self, plan: Plan) -> set[Tensor]:
-        """The tensors of layers that workers get from this process under another plan."""
+        """The tensors of layers that go from this process to workers under another plan."""
         leaving = {number: layer.module for number, layer in self._leaving(plan).items()}
         return {tensor for _, tensor in named_tensors(leaving)}
 
     def _bring_leaving(self, plan: Plan) -> dict[str, Tensor]:
-        """Fetch what comes home under another plan; nothing has changed if it raises.
+        """Fetch the tensors that come home under another plan; an error leaves everything
+        unchanged.
 
         Raises:
             WorkerError: If a worker does not send its tensors.
             ModelError: If only some of the layers have made the latest step.
         """
         if self.hosted is not None:
-            # What a worker keeps has to be what is here.
+            # The tensors of a worker must be equal to the tensors here.
             self.hosted.follow_given()
             self.hosted.follow()
         self.coordinator.layers.wait_for_all()
@@ -316,7 +317,7 @@ class Deployment:
 
     @property
     def _changed_and_away(self) -> tuple[set[Tensor], set[int]]:
-        """The tensors that were trained during the run, and the layers that workers have."""
+        """The tensors trained during the run, and the layers on workers."""
         return self.tensors.changed | self.trained.ever, {*self._away}
 
     @contextmanager
@@ -336,8 +337,8 @@ class Deployment:
             raise
 
     def _hollow_out(self) -> ExitStack:
-        """Make the layers hollow, and prepare those that stay; returns the hooks on the model,
-        which `close` removes."""
+        """Make the layers hollow, and prepare the layers kept here; returns the hooks on the model,
+        for `close` to remove."""
         self._adjusted = uncompile(self._root, [layer.module for layer in self.layers])
         if self._adjusted:
             rank_zero_info(
@@ -363,7 +364,7 @@ class Deployment:
 
     @property
     def stage_dtypes(self) -> list[torch.dtype]:
-        """The dtypes in which stages compute because the plan says so."""
+        """The dtypes chosen by the plan for stages to compute in."""
         return [DTYPES[stage.dtype] for stage in self.plan.stages if stage.dtype is not None]
 
     @property
@@ -371,7 +372,7 @@ class Deployment:
         """How many micro-batches fit into a stage's memory at once without gradients.
 
         In training a stage keeps the activations of all its layers for each micro-batch in flight;
-        without gradients those of one layer live at a time.
+        without gradients it keeps one layer's activations at a time.
         """
         counts = [
             len(stage.layer_indices) * (1 if stage.recompute else self.plan.max_in_flight)
@@ -387,7 +388,7 @@ class Deployment:
             self.coordinator.stages.abort_step()
 
     def weights_dtype_of(self, stage: StagePlan) -> torch.dtype | None:
-        """The dtype that a stage keeps frozen weights in; None if it is the one here."""
+        """The dtype of a stage's frozen weights; None if it is the dtype here."""
         converts = stage.dtype is not None and self._converts_weights
         return DTYPES[stage.dtype] if converts else None  # type: ignore[index]
 
@@ -403,17 +404,17 @@ class Deployment:
 
     @property
     def given(self) -> set[str]:
-        """The names of the parameters that are here, and that workers step."""
+        """The names of the parameters here that workers step."""
         return set() if self.hosted is None else {*self.hosted.given.values()}
 
     @property
     def stepped_away(self) -> dict[Tensor, str]:
-        """The name of each tensor that is not here or that workers step."""
+        """The name of each tensor away from here or stepped by workers."""
         return {**self.tensors.names_of, **({} if self.hosted is None else self.hosted.given)}
 
     @property
     def kept_here(self) -> list[Tensor]:
-        """The parameters that this process steps, of layers of which workers step the others."""
+        """The parameters stepped here, of layers with other parameters stepped on workers."""
         hosted = self.hosted
         if hosted is None or not hosted.given:
             return []
@@ -445,7 +446,7 @@ class Deployment:
             self._saving.release()
 
     def check_between_steps(self) -> None:
-        """Refuse to make a checkpoint of weights of which only some have made the latest step.
+        """Refuse to make a checkpoint of weights if only some have made the latest step.
 
         Raises:
             ModelError: After an exception inside the optimizer's step.
@@ -481,14 +482,14 @@ class Deployment:
     def bring_back(self, remedy: str = "continue from the last checkpoint") -> None:
         """Make the layers ordinary again with their present weights.
 
-        Weights that are in the checkpoint on disk and have not been trained stay there.
+        Untrained weights in the checkpoint on disk stay there.
 
         Args:
             remedy: How to go on if the weights are lost, for the error.
 
         Raises:
-            WeightsLost: If the weights are not those of one step, or do not come; the layers stay
-                hollow then and raise when used.
+            WeightsLost: If the weights are of two steps, or do not come; if they do not come, the
+                layers stay hollow and raise when used.
         """
         try:
             self._bring_what_there_is()
@@ -514,7 +515,7 @@ class Deployment:
             self._bring_here()
 
     def _bring_here(self) -> None:
-        """Make the layers ordinary again; nothing has changed if it raises.
+        """Make the layers ordinary again; an error leaves everything unchanged.
 
         Raises:
             WorkerError: If a worker does not send its tensors.
@@ -545,7 +546,7 @@ class Deployment:
             )
 
     def check_can_move(self, plan: Plan) -> None:
-        """Refuse a plan whose layers cannot live apart, before anything has changed.
+        """Refuse a plan before any change if its layers cannot live apart.
 
         Raises:
             ModelError: With the reason.
@@ -556,7 +557,7 @@ class Deployment:
             HollowLayers(ordinary, self._exchange, self.tensors).check()
 
     def _leaving(self, plan: Plan) -> dict[int, DecoderLayer]:
-        """The layers that this process has, and only workers have under another plan."""
+        """The layers in this process that only workers have under another plan."""
         numbers = leaving_home(Placement.of(self.plan), Placement.of(plan))
         return {
             number: layer
@@ -593,12 +594,13 @@ class Deployment:
         return returned.hidden, returned.collected
 
     def _pass_by(self, number: int) -> None:
-        """Seed the code behind a hollow layer as behind one that stays here."""
+        """Seed the code after a hollow layer as after a layer kept here."""
         if is_seeded(self._away[number]):
             self.draws.pass_by(number)
 
     def _follow_attributes(self) -> None:
-        """Bring the workers' attributes up to date before layers run here that they have too."""
+        """Bring the workers' attributes up to date before a run of layers that are here and
+        there."""
         self._attributes.follow()
 
     def _follow(self, has_backward: bool) -> None:
@@ -613,7 +615,7 @@ class Deployment:
             self.trained.follow()
 
     def _warn_of_buffers(self) -> None:
-        """Name the buffers of layers on workers that are updated more often than on one device."""
+        """Warn of buffers of layers on workers updated more often than on one device."""
         for updates in self.coordinator.layers.take_buffer_updates():
             self.has_updated_buffers = True
             places = (name.partition(".") for name in updates.names)
@@ -628,12 +630,12 @@ class Deployment:
 def slowest_rate(
     names: Sequence[Sequence[str]], sizes: Mapping[str, int], moments: Mapping[str, float]
 ) -> float:
-    """The lowest rate at which the tensors of a stage were sent, in bytes per second.
+    """The lowest rate of sending the tensors of a stage, in bytes per second.
 
     Args:
         names: The names of each stage.
         sizes: Their bytes.
-        moments: When each was sent. The first one of a stage waited until its layers were built.
+        moments: When each was sent. The first tensor of a stage waited until its layers were built.
     """
     rates = []
     for sent in names:
@@ -653,17 +655,17 @@ def _changed_copy(key: str) -> str:
 
 
 def imports_for(root: nn.Module, layers: Sequence[DecoderLayer], plan: Plan) -> set[str]:
-    """The modules of the user's own that workers of a plan must import to build their layers.
+    """The user's own modules imported by workers of a plan to build their layers.
 
     Raises:
-        ModelError: If a worker could not build layers of one's own.
+        ModelError: If a worker could not build layers of the user's own.
     """
     stages = [list(layers_of_stage(root, layers, stage).items()) for stage in plan.remote_stages]
     return {name for stage in stages for name in imports_of(root, stage)}
 
 
 def check_is_whole(root: nn.Module) -> None:
-    """Refuse a module with layers that have not come home from a run before.
+    """Refuse a module with layers still away since an earlier run.
 
     Raises:
         WeightsLost: With the cause.
@@ -681,7 +683,7 @@ def _check_not_lost(module: nn.Module) -> None:
 def check_weights_can_be_sent(
     layers: Mapping[int, nn.Module], weights: UnreadWeights | None
 ) -> None:
-    # What was trained there is lost; what the model was made from would come in its place.
+    # The trained weights there are lost; the model's original weights would come in their place.
     lost = [number for number, layer in layers.items() if is_hollow(layer)]
     if lost:
         _check_not_lost(layers[lost[0]])
@@ -721,7 +723,7 @@ def layers_of_stage(
     """The layers of a stage, by their numbers.
 
     Raises:
-        ModelError: If the plan gives it an embedding that it cannot have.
+        ModelError: If the plan gives it an impossible embedding.
     """
     found = {number: layers[number] for number in stage.layer_indices}
     return {EMBEDDING_LAYER: find_embedding(root, layers), **found} if stage.embedding else found

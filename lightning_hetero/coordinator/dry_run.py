@@ -1,4 +1,4 @@
-"""Runs of a LightningModule without side effects, and what such a run needs.
+"""Runs of a LightningModule without side effects, and the needs of such a run.
 
 `no_trace` restores the module and its Trainer. `sample_batch` reads the first training batch
 without consuming it. `with_optimizers` builds the optimizers before the run has any.
@@ -62,12 +62,12 @@ def no_trace(
 
     Attributes of the module, of its class, and of objects of the same packages are restored:
     assigned ones, and lists, dicts, sets, tensors and random generators that were changed in place,
-    such as those of a metric. So is what the user's code has outside of modules. Other effects of
-    the code stay.
+    such as a metric's. So is the state of the user's code outside of modules. Other effects of the
+    code stay.
 
     Args:
         module: Attached to its Trainer.
-        without: Modules in it that do not run; the modules inside them do not run either.
+        without: Modules in it that do not run, with all modules inside them.
         is_timed: Whether the runs inside are timed. Otherwise every operation is watched, and
             tensors are copied before they change: parameters too, because a ``training_step`` may
             average them by itself.
@@ -96,8 +96,8 @@ def no_trace(
 
 
 def loose_modules(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """The modules that a module has in plain lists, tuples and dicts, where torch does not see
-    them, with the code that reads them."""
+    """The modules in a module's plain lists, tuples and dicts, where torch does not see them, with
+    the code reading them."""
     seen = {*module.modules()}
     for path, inner in module.named_modules():
         for name, value in vars(inner).items():
@@ -127,7 +127,7 @@ class Runs:
         module: Attached to its Trainer.
         before: The attributes before all runs.
         outside: The state outside of modules before all runs.
-        contents: The tensors that are watched.
+        contents: The watched tensors.
         draws: The states of random generators before all runs.
     """
 
@@ -153,7 +153,7 @@ class Runs:
 
     @property
     def may_have_drawn_elsewhere(self) -> bool:
-        """Whether a run may have drawn random numbers that torch's own generators do not give."""
+        """Whether a run may have drawn random numbers from other generators than torch's own."""
         states = {
             name: state for name, state in _collect_rng_states().items() if name in _NOT_TORCH
         }
@@ -161,7 +161,7 @@ class Runs:
         return self._before.has_generators or repr(states) != repr(before)
 
     def prepare(self) -> None:
-        """Let a run log nothing, and find no gradients."""
+        """Keep a run from logging, and from finding gradients."""
         trainer = self._module.trainer
         trainer.loggers = [self._logger for _ in trainer.loggers]
         for parameter in self._module.parameters():
@@ -170,8 +170,8 @@ class Runs:
 
     @contextmanager
     def one(self, *, puts_draws_back: bool = True) -> Iterator[None]:
-        """Code that is not timed runs inside. The end of the block restores what was before all
-        runs, at less cost than another `no_trace`.
+        """Code without timing runs inside. The end of the block restores the state before all runs,
+        at less cost than another `no_trace`.
 
         Args:
             puts_draws_back: Whether random generators are restored too.
@@ -187,12 +187,12 @@ class Runs:
             self.prepare()
 
     def has_changed(self, tensor: Tensor) -> bool:
-        """Whether an operation has changed what is in the memory of a tensor that is watched."""
+        """Whether an operation has changed the memory of a watched tensor."""
         return self._contents.has_changed(tensor)
 
 
 class _UnwrittenLogger(DummyLogger):
-    """Writes nothing, and notes whether it was asked to.
+    """Does not write, but notes whether it was asked to.
 
     Attributes:
         was_asked: Whether it was.
@@ -212,7 +212,7 @@ class _UnwrittenLogger(DummyLogger):
 
     @override
     def __getattr__(self, name: str) -> Any:
-        # Such as `log_image`; a folder is no writing.
+        # Such as `log_image`; the name of a folder does not write.
         self.was_asked |= name.startswith("log_") and not name.endswith("_dir")
         return super().__getattr__(name)
 
@@ -222,7 +222,7 @@ _MOST_PLACES = 1000
 _DEEPEST = 4
 # The operations with this in their names update running statistics, and do not declare it.
 _UNDECLARED = "batch_norm"
-# It declares a change, but only tells the allocator which stream uses the memory.
+# It declares a change, but only reports to the allocator which stream uses the memory.
 _NO_CHANGE = "record_stream"
 
 
@@ -264,7 +264,7 @@ class _CopiesOnWrite(TorchDispatchMode):
         self._copies.clear()
 
     def has_changed(self, tensor: Tensor) -> bool:
-        """Whether an operation has changed what is in a tensor's memory."""
+        """Whether an operation has changed a tensor's memory."""
         storage = _storage_of(tensor)
         if storage is None:
             return False
@@ -287,7 +287,7 @@ class _CopiesOnWrite(TorchDispatchMode):
 
 
 def _storage_of(tensor: Tensor) -> torch.UntypedStorage | None:
-    """The memory of a tensor that has some."""
+    """The memory of a tensor, if it has some."""
     has_memory = tensor.layout is torch.strided and not tensor.is_meta and tensor.numel() > 0
     return tensor.untyped_storage() if has_memory else None
 
@@ -297,7 +297,7 @@ def _drop(*_args: Any, **_kwargs: Any) -> None:
 
 
 class NoSample(HeteroError):
-    """There is no training batch to measure with; the text says why."""
+    """A training batch to measure with is missing; the text says why."""
 
 
 @dataclass(frozen=True)
@@ -307,7 +307,7 @@ class SampleBatch:
     Args:
         batch: As the data loader gave it.
         of_several_loaders: Whether it is a list of batches, one of each loader.
-        size: Its samples; None where it cannot be cut.
+        size: Its samples; None if it cannot be cut.
         window: How many such batches are pieces of one training batch.
     """
 
@@ -336,11 +336,11 @@ class SampleBatch:
 
 
 def sample_batch(trainer: pl.Trainer) -> SampleBatch:
-    """The first batch of the training data. The run gets it again, because nothing is drawn from
-    its loaders, its generators or its workers.
+    """The first batch of the training data. The run gets it again, because its loaders, its
+    generators and its workers are left as they are.
 
     Raises:
-        NoSample: If there is no batch, or if the run would not get it again.
+        NoSample: Without a batch, or if the run would not get it again.
     """
     module = trainer.lightning_module
     if trainer.state.fn != TrainerFn.FITTING:
@@ -355,7 +355,7 @@ def sample_batch(trainer: pl.Trainer) -> SampleBatch:
     loaders = source.dataloader()
     batch, window = _first_batch(loaders), 1
     if isinstance(batch, Window):
-        # What fits with the largest piece fits with the others.
+        # A choice that fits with the largest piece fits with the others.
         batch, window = max(batch.pieces, key=_num_elements), batch.size
         loaders = getattr(getattr(loaders, "loader", None), "iterables", None)
     several = isinstance(loaders, list)
@@ -392,7 +392,7 @@ def _first_batch(loaders: Any) -> Any:
 
 @contextmanager
 def _apart(loaders: Any) -> Iterator[CombinedLoader]:
-    """Loaders of the same batches; what they take inside, the run gets again."""
+    """Loaders of the same batches; the run gets the batches taken inside again."""
     combined = CombinedLoader(
         loaders.iterables if isinstance(loaders, CombinedLoader) else loaders,
         loaders._mode if isinstance(loaders, CombinedLoader) else "max_size_cycle",
@@ -407,15 +407,15 @@ def _apart(loaders: Any) -> Iterator[CombinedLoader]:
         yield combined
 
 
-# What the Trainer sets when it sets up the training data, besides the attributes of its loop.
+# The attributes set by the Trainer as it sets up the training data, besides its loop's.
 _SET_WITH_DATA = ("val_check_batch", "_train_start_time", "_last_val_time")
 
 
 @contextmanager
 def _other_data(trainer: pl.Trainer) -> Iterator[None]:
-    """Inside, code that makes the Trainer set up its training data gets data apart from the run's.
+    """Inside, the training data set up by the Trainer is apart from the run's.
 
-    `trainer.estimated_stepping_batches` does that, mostly in ``configure_optimizers``, and it draws
+    `trainer.estimated_stepping_batches` sets it up, mostly in ``configure_optimizers``, and draws
     random numbers. The run has to do it again, or it would lack these draws.
     """
     loop = trainer.fit_loop
@@ -433,7 +433,7 @@ def _other_data(trainer: pl.Trainer) -> Iterator[None]:
             loop._data_source = _DataLoaderSource(apart, source.name)
             loop._combined_loader_states_to_load = []
             with warnings.catch_warnings():
-                # What is to be said of the run's data is said when the run sets it up.
+                # The warnings of the run's data come when the run sets it up.
                 warnings.simplefilter("ignore")
                 type(loop).setup_data(loop)
             loop._data_source = source
@@ -450,7 +450,7 @@ def _other_data(trainer: pl.Trainer) -> Iterator[None]:
 
 
 def _in_this_process(loader: Any) -> Any:
-    """A loader of the same batches that starts no workers and takes no batch from the run.
+    """A loader of the same batches that neither starts workers nor takes batches from the run.
 
     Raises:
         NoSample: If the data can be read only once.
@@ -477,12 +477,12 @@ def _in_this_process(loader: Any) -> Any:
 
 
 def _inside(loader: Any) -> list[Any]:
-    """The loaders of which windows are made; other loaders as they are."""
+    """The loaders inside windows; other loaders as they are."""
     return loader.loaders if isinstance(loader, Windows) else [loader]
 
 
 def _copied(stream: Any) -> Any:
-    """A copy of data that may remember its position."""
+    """A copy of data; the data may remember its position."""
     if not isinstance(stream, Iterator):
         with contextlib.suppress(TypeError, AttributeError, RuntimeError, copy.Error):
             return copy.deepcopy(stream)
@@ -507,8 +507,8 @@ class OptimizerSettings:
     """The parts of a `StageOptimizer`.
 
     Args:
-        class_name: The name that `optimizer_class_name` returns.
-        defaults: The optimizer's own.
+        class_name: The name from `optimizer_class_name`.
+        defaults: The optimizer's own defaults.
         options: The options of its first parameter group.
     """
 
@@ -519,7 +519,7 @@ class OptimizerSettings:
 
 @contextmanager
 def with_optimizers(module: pl.LightningModule) -> Iterator[OptimizerSettings | None]:
-    """Inside, the Trainer has the optimizers that ``configure_optimizers`` makes, since a
+    """Inside, the Trainer has the optimizers from ``configure_optimizers``, since a
     ``training_step`` may ask for them."""
     strategy = module.trainer.strategy
     before = strategy.optimizers, strategy.lr_scheduler_configs

@@ -1,4 +1,4 @@
-"""Workers that a user does not list: local processes, announced workers, workers that dial us."""
+"""Workers without a list by the user: local processes, announced workers, workers that dial us."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ from .member import Source
 
 
 class _Relaunching:
-    """The door of a launcher that starts an ended worker again when the run looks for it."""
+    """The door of a launcher; it starts an ended worker again when the run looks for it."""
 
     def __init__(self, door: Door, launcher: RestartingLauncher) -> None:
         self._door = door
@@ -86,7 +86,7 @@ class LocalWorkers(ListedWorkers):
 
     @override
     def end(self, deadlines: Deadlines) -> None:
-        """End the processes that were started. May be called twice."""
+        """End the started processes. May be called twice."""
         super().end(deadlines)
         local, self._local = self._local, []
         stop_local_workers(local, deadlines)
@@ -106,7 +106,7 @@ class LocalWorkers(ListedWorkers):
 
 
 class AnnouncedWorkers(ListedWorkers):
-    """Knows the workers that are announced on the local network with the token."""
+    """Knows the workers announced on the local network with the token."""
 
     @override
     def find(
@@ -115,7 +115,7 @@ class AnnouncedWorkers(ListedWorkers):
         """Search for workers, once for each run.
 
         Raises:
-            DiscoveryError: If no worker is found, or no search is possible here.
+            DiscoveryError: If a search is not possible here, or finds zero workers.
             TokenError: If the token cannot be used.
         """
         if not self._found:
@@ -131,7 +131,7 @@ class AnnouncedWorkers(ListedWorkers):
 
 
 class LaunchedWorkers(ListedWorkers):
-    """Knows the workers of a launcher, which dial this process, by the names that they bring.
+    """Knows the workers of a launcher by their own names; they dial this process.
 
     Args:
         launcher: Starts the workers.
@@ -148,7 +148,7 @@ class LaunchedWorkers(ListedWorkers):
     def find(
         self, device: torch.device, deadlines: Deadlines, named: Sequence[str] = ()
     ) -> list[str]:
-        """Start the workers, wait for them, and choose among those that come, once for each run.
+        """Start the workers, wait for them, and choose among the arriving ones, once for each run.
 
         Raises:
             JoinError: If too few workers join in time.
@@ -181,13 +181,13 @@ class LaunchedWorkers(ListedWorkers):
 
     @override
     def note_members(self, names: Collection[str]) -> None:
-        """Note which workers the run has, for what others are told that come."""
+        """Note the workers of the run, for the door's reports to later workers."""
         if self._door is not None:
             self._door.note_members(names)
 
     @override
     def end(self, deadlines: Deadlines) -> None:
-        """End the workers that were started, and take no worker in any more."""
+        """End the started workers, and close the door."""
         super().end(deadlines)
         door, self._door = self._door, None
         if door is not None:

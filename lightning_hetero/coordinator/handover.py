@@ -1,11 +1,11 @@
-"""The coordinator's hand-overs: of a micro-batch in its turn, or of a whole batch that is cut.
+"""The coordinator's hand-overs: of a micro-batch in its turn, or of a whole batch, cut here.
 
 Evaluation, manual optimization and ``micro_batching="boundary"`` hand over the hidden states of a
 whole batch. They are cut into pieces along the samples, so that all stages work at once. Layers
-that mix samples would then compute something else, and so would layers with an argument that has as
-many rows as there are samples by chance. So the first two pieces of the first hand-over of each
-kind also run as one, and both results are compared. Two take no more memory than two micro-batches
-in flight do.
+that mix samples would then compute something else, and so would layers with an argument that has by
+chance as many rows as the batch has samples. So the first two pieces of the first hand-over of each
+kind also run as one, and both results are compared. Two pieces take as much memory as two
+micro-batches in flight.
 """
 
 from __future__ import annotations
@@ -69,13 +69,13 @@ from .parts import NoTwins
 if TYPE_CHECKING:
     from .steps import RemoteStages
 
-# No other visit of a step has so large a number.
+# Other visits of a step have smaller numbers.
 _FIRST_TWIN = 8 * FIRST_TRIAL
 _NUM_COMPARED = 2
 
-# For each tensor beside the hidden states, the dimension along which it is cut.
+# For each tensor beside the hidden states, the dimension of the cut.
 Cuts = tuple[int | None, ...]
-# Runs pieces without gradients, and joins what comes back along a dimension.
+# Runs pieces without gradients, and joins their results along a dimension.
 Trial = Callable[[Sequence[Request], int], Activation]
 
 
@@ -84,9 +84,9 @@ class WholeBatches:
 
     Args:
         layers: The layers on workers by their numbers.
-        plan: Says how many pieces there are.
+        plan: Says the number of pieces.
         options: The user's options.
-        trial: Runs pieces on the stages and leaves nothing behind.
+        trial: Runs pieces on the stages and leaves no trace.
 
     Attributes:
         num_samples: The number of samples in the present batch; None if it is unknown.
@@ -103,17 +103,17 @@ class WholeBatches:
         self._check = options.check
         self._has_own_code = any(map(has_own_code, layers.values()))
         self._trial = trial
-        # What was compared: with gradients, in training mode, and how arguments are cut.
+        # The compared kinds: with gradients, in training mode, and how arguments are cut.
         self._checked: set[tuple[bool, bool, Cuts]] = set()
         self._said: set[str] = set()
-        # The rows of each sample in arguments that were found to have not one.
+        # The rows of each sample in arguments with another number than one.
         self._rows: Rows = {}
         # How arguments were cut where these rows were looked for.
         self._forms: set[Cuts] = set()
         self.num_samples: int | None = None
 
     def pieces(self, request: Request) -> tuple[list[Request], int]:
-        """The pieces of a hand-over, and the dimension along which they are joined again.
+        """The pieces of a hand-over, and the dimension for joining them again.
 
         Raises:
             BatchError: If the first pieces give another result than the whole, and the check is
@@ -129,11 +129,11 @@ class WholeBatches:
         return self._cut(request)[:2]
 
     def first(self, request: Request, count: int, dim: int) -> Request:
-        """So many first samples of a hand-over that `cut` has cut along this dimension."""
+        """So many first samples of a hand-over cut by `cut` along this dimension."""
         return first_of_request(request, count, dim, self._rows)
 
     def _cut(self, request: Request) -> tuple[list[Request], int, Cuts]:
-        """The pieces, the dimension along which they are joined, and how arguments are cut."""
+        """The pieces, the dimension for joining them, and how arguments are cut."""
         # A cache holds all samples of a batch. Products of fewer rows may also round differently,
         # and one other bit can make another token.
         if request.surroundings.has_cache or self._num_pieces == 1:
@@ -210,7 +210,7 @@ class WholeBatches:
         return False
 
     def _find_rows_by_form(self, request: Request, dim: int) -> Cuts:
-        """Find an argument in which each sample has not one row, as layers could not compute with
+        """Find an argument with zero or several rows for each sample, if layers cannot compute with
         pieces of it otherwise: a mask for each sample and head, or a bias for each head. Returns
         how all arguments are cut."""
         cuts, known = how_cut(request, dim, self._rows), self._rows
@@ -224,11 +224,11 @@ class WholeBatches:
         return cuts if self._rows is known else how_cut(request, dim, self._rows)
 
     def _finds_rows(self, request: Request, dim: int) -> bool:
-        """Find an argument in which each sample has not one row, as the results of pieces are right
-        then, such as a table of positions; returns whether there is one."""
+        """Find an argument with zero or several rows for each sample, such as a table of positions,
+        if this makes the results of pieces right; returns whether there is one."""
         fits = self._fits(request, dim)
         for name, rows in self._other_rows(request, dim):
-            # A worker whose layer raises forgets the present step.
+            # A worker forgets the present step after an error in its layer.
             if fits(rows) and self._is_right(request, dim, rows):
                 self._take_rows(name, rows)
                 return True
@@ -240,8 +240,8 @@ class WholeBatches:
                 yield name, {**self._rows, name: num_rows}
 
     def _fits(self, request: Request, dim: int) -> Callable[[Rows], bool]:
-        """A function that says of rows whether layers compute with pieces that are cut so, by
-        shapes alone. Layers that cannot be tried without numbers are taken to do so."""
+        """A function that says of rows whether layers compute with such pieces, by shapes alone.
+        Layers that cannot be tried without numbers are taken to do so."""
 
         def on_meta(one: Request) -> list[bool]:
             size = one.hidden.shape[dim]
@@ -260,10 +260,10 @@ class WholeBatches:
         return fits
 
     def _form_of(self, call: LayerCall, request: Request) -> Tensor | None:
-        """The result of a call with a request's hidden states, on ``meta``; None if it fails."""
+        """The result of a call with a request's hidden states, on ``meta``, if it succeeds."""
         carried = request.surroundings.carried
         if not carried.keys() >= {*call.carried}:
-            return None  # an earlier layer makes what it gets
+            return None  # an earlier layer makes its arguments
         form = result_on_meta(self._layers[call.layer_index], call, request.hidden, carried)
         return None if form is None else form.hidden
 
@@ -278,7 +278,7 @@ class WholeBatches:
         rank_zero_info(f"the argument {name} of layers on workers has {has}")
 
     def _check_backwards(self, pieces: Sequence[Request], whole: Request, rounding: float) -> None:
-        """Compare what layers make of made-up gradients.
+        """Compare the layers' answers to made-up gradients.
 
         Raises:
             BatchError: If they differ, and the check is to stop the run.
@@ -310,14 +310,14 @@ class WholeBatches:
         return pieces, first_of_request(request, num_samples, dim, rows)
 
     def _remedies(self, request: Request, dim: int) -> str:
-        """A remedy that was tried with success, or remedies that always help."""
+        """A remedy tried with success, or remedies that always help."""
         other = 1 - dim
         if other < request.hidden.ndim - 1 and self._is_right(request, other, self._rows):
             return f"`batch_dim={other}`, or `micro_batches=1`"
         return "`micro_batches=1`, or these layers on the coordinator"
 
     def _is_right(self, request: Request, dim: int, rows: Rows) -> bool:
-        """Whether pieces give what the whole gives, cut along a dimension, with so many rows for
+        """Whether pieces give the result of the whole, cut along a dimension, with so many rows for
         each sample in some arguments."""
         try:
             pieces, whole = self._compared(request, dim, rows)
@@ -339,7 +339,7 @@ class WholeBatches:
     def _difference(self, request: Request, found: Activation, expected: Activation) -> Compared:
         """The difference of two results of a request."""
         parameters = [p for layer in self._layers.values() for p in layer.parameters()]
-        # What is stored in 4 bits is taken to be multiplied in half precision.
+        # Weights stored in 4 bits are taken to be multiplied in half precision.
         packed = [torch.bfloat16 for p in parameters if not p.is_floating_point()]
         autocast = request.surroundings.autocast_dtype or torch.float32
         dtypes = [*self._dtypes, request.hidden.dtype, autocast, *packed]
@@ -363,9 +363,9 @@ class TriedHandOver:
     """A hand-over of a trial with gradients on.
 
     Args:
-        sent: The hidden states that were sent, and the tensors that went along.
-        back: The hidden states that came back, a leaf of a graph that wants gradients.
-        outputs: The collected outputs that came back, such as router logits, leaves like those.
+        sent: The sent hidden states, and the tensors sent with them.
+        back: The returned hidden states, a leaf with gradients.
+        outputs: The returned collected outputs, such as router logits, leaves with gradients.
         backwards: The answers of layers to made-up gradients.
     """
 
@@ -376,7 +376,7 @@ class TriedHandOver:
 
 
 def _as_leaf(each: Collected) -> Collected:
-    """An output as a leaf that wants gradients; what goes along otherwise is left as it is."""
+    """An output as a leaf with gradients; carried tensors are left as they are."""
     if is_carried(each.kind) or not each.tensor.is_floating_point():
         return each
     return Collected(each.kind, each.tensor.detach().requires_grad_())
@@ -391,20 +391,20 @@ def _as_leaves(found: Activation) -> Activation:
 
 
 class HandOvers:
-    """Gives hidden states to a micro-batch's turn, or exchanges those of a whole batch.
+    """Gives hidden states to a micro-batch's turn, or exchanges a whole batch's.
 
     Args:
         stages: Runs the pieces.
         recorder: Records this process's part.
         layers: The layers on workers by their numbers.
-        plan: The deployed one.
+        plan: The deployed plan.
         options: The user's options.
-        follow: Brings the stages up to date before hidden states leave; its argument tells whether
-            a backward follows.
-        twins: Compares the layers on workers with those here.
+        follow: Brings the stages up to date before hidden states leave; its argument is whether a
+            backward follows.
+        twins: Compares the layers on workers with the layers here.
 
     Attributes:
-        plan: The deployed one.
+        plan: The deployed plan.
         twins: As given.
     """
 
@@ -424,13 +424,13 @@ class HandOvers:
         self.plan = plan
         self._follow = follow
         self._whole_batches = WholeBatches(layers, plan, options, self._try)
-        # Numbers the hand-overs of the present step; None outside of a step.
+        # Numbers the hand-overs of the present step, inside of a step.
         self._visits: Iterator[int] | None = None
-        # Whether a backward of the present step, or of the one before, goes through the stages.
+        # Whether a backward of the present step, or of the step before, goes through the stages.
         self._has_graph = False
         self._trials = count(FIRST_TRIAL)
         self._twin_visits = count(_FIRST_TWIN)
-        # Whether the trials that run at present are cut into pieces; None while none run.
+        # Whether the present trials are cut into pieces; None outside of trials.
         self._trial_is_cut: bool | None = None
         self._tried: list[TriedHandOver] = []
         self._lone: LoneMicrobatch | None = None
@@ -449,7 +449,8 @@ class HandOvers:
 
     @contextmanager
     def batch_of(self, num_samples: int | None) -> Iterator[None]:
-        """Inside, each hand-over is of a batch with so many samples; None if that is unknown."""
+        """Inside, each hand-over is of a batch with so many samples; None if the number is
+        unknown."""
         self._whole_batches.num_samples = num_samples
         try:
             yield
@@ -458,10 +459,10 @@ class HandOvers:
 
     @contextmanager
     def trying(self, *, is_cut: bool) -> Iterator[Sequence[TriedHandOver]]:
-        """Inside, forwards leave nothing behind on the stages, and nothing is dropped at random.
+        """Inside, forwards leave no trace on the stages, and dropout is off.
 
-        You must begin a step before. The block gets a list of the hand-overs while gradients are
-        on, which grows.
+        You must begin a step before. The block gets a growing list of the hand-overs with gradients
+        on.
 
         Args:
             is_cut: Whether hand-overs are cut into the plan's pieces, or stay whole.
@@ -475,12 +476,12 @@ class HandOvers:
 
     @property
     def are_trials(self) -> bool:
-        """Whether the present hand-overs leave nothing behind."""
+        """Whether the present hand-overs leave no trace."""
         return self._trial_is_cut is not None or self._lone is not None
 
     @contextmanager
     def alone(self, microbatch: LoneMicrobatch) -> Iterator[None]:
-        """Inside, a micro-batch of a step that has begun runs alone, and leaves nothing behind."""
+        """Inside, a micro-batch of a begun step runs alone, and leaves no trace."""
         self._lone = microbatch
         try:
             yield
@@ -497,14 +498,14 @@ class HandOvers:
             self._is_cutting = False
 
     def exchange(self, request: Request) -> Activation:
-        """Send hidden states through the stages; returns the activation that comes back.
+        """Send hidden states through the stages; returns the last stage's activation.
 
         Raises:
             ModelError: If a micro-batch's hand-over comes from outside of its turn.
         """
         turn = current_turn()
         if turn is not None:
-            # What the first micro-batch freezes holds for its whole step.
+            # A freeze by the first micro-batch holds for its whole step.
             self._follow(request.surroundings.grad_enabled)
             returned: Activation = turn.hand_over(request)
             return returned
@@ -537,7 +538,7 @@ class HandOvers:
         if self._visits is not None:
             return self._exchange_whole(request, self._visits)
         if self._has_graph and _is_in_backward():
-            # Another step would drop what the stages keep for the backward that runs.
+            # Another step would drop the activations kept by the stages for the running backward.
             raise ModelError(
                 "Layers on workers were called in the backward of a batch that has gone through "
                 f"them, as a hook does that calls the model; {_CALL_LATER}."
@@ -554,21 +555,21 @@ class HandOvers:
         visit = next(visits)
         if not grad_enabled:
             return self._join(pieces, dim, visit)
-        # The backward of reentrant checkpointing calls layers whose forward had no gradients.
+        # The backward of reentrant checkpointing calls layers after a forward without gradients.
         self._has_graph = self._has_graph or not _is_in_backward()
         exchange = Exchange(self._stages, visit, self.plan.max_in_flight, dim)
         others = [*request.surroundings.carried.values()]
         return exchange_whole(request.hidden, exchange, pieces, others)
 
     def _compare_twins(self, pieces: Sequence[Request], request: Request) -> None:
-        """Compare the layers on workers that were not compared, by pieces that reach them."""
+        """Compare the layers on workers not compared before, by pieces that reach them."""
         every = range(len(pieces))
         for index in self.twins.wanted(len(pieces), every, request):
             self.twins.compare(Key(index, next(self._twin_visits)), pieces[index], is_whole=True)
         self.twins.settle()
 
     def _try(self, pieces: Sequence[Request], dim: int) -> Activation:
-        """Run pieces so that they leave nothing behind on the stages."""
+        """Run pieces without a trace on the stages."""
         tried = [
             Request(
                 piece.hidden.detach(),
@@ -576,7 +577,7 @@ class HandOvers:
             )
             for piece in pieces
         ]
-        # The number differs from that of every other visit of the step.
+        # The number differs from the numbers of all other visits of the step.
         return self._join(tried, dim, next(self._trials))
 
     def _join(self, pieces: Sequence[Request], dim: int, visit: int) -> Activation:

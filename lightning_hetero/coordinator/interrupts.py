@@ -1,5 +1,5 @@
-"""Ctrl-C while layers change hands: it waits from the moment when workers forget what they gave
-away until this process knows the new plan. In between, nobody could bring the weights home."""
+"""Ctrl-C while layers change hands: it waits from the moment when workers forget the layers given
+away until this process knows the new plan. In between, the weights could not come home."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 
 class Interrupts:
-    """Holds Ctrl-C back; a second one is raised at once.
+    """Holds Ctrl-C back; a second Ctrl-C is raised at once.
 
     Attributes:
         has_come: Whether one is held back.
@@ -26,7 +26,7 @@ class Interrupts:
             self._handler = signal.signal(signal.SIGINT, self._on_ctrl_c)
 
     def release(self) -> None:
-        """Raise what was held back."""
+        """Raise the Ctrl-C held back, if there is one."""
         handler, self._handler = self._handler, None
         if handler is not None:
             signal.signal(signal.SIGINT, handler)

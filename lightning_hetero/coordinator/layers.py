@@ -41,7 +41,7 @@ STEPS_BETWEEN_COMPARISONS = 100
 def load_of(
     worker: Member, stages: Sequence[RemoteStage], requests: Requests, built: Answer
 ) -> TensorLoad:
-    """The load of all tensors of a worker's stages, which the worker is about to build."""
+    """The load of all tensors of a worker's stages; the worker is about to build these."""
     layers = {number: layer for stage in stages for number, layer in stage.layers.items()}
     return TensorLoad(
         worker,
@@ -82,8 +82,8 @@ class RemoteLayers:
 
     @property
     def is_between_plans(self) -> bool:
-        """Whether layers are about to move, or a move of theirs has failed: then the stages run no
-        step, and all tensors are where ``holdings`` has them."""
+        """Whether layers are about to move, or a move of them has failed: then the stages cannot
+        run a step, and all tensors are where ``holdings`` has them."""
         return self.connections.roster.state.before is not None
 
     def progress(self, what: str, num_bytes: int) -> Progress:
@@ -96,12 +96,13 @@ class RemoteLayers:
         """Build the stages and send their weights, to all workers at once; yields each tensor's
         name.
 
-        You must iterate to the end: only then are the stages ready for steps. A worker forgets the
-        stages that it served before.
+        You must iterate to the end: only then are the stages ready for steps. A worker forgets its
+        stages from before.
 
         Args:
             stages: The stages on workers, in the order of their numbers.
-            placement: Their holders; by default each worker serves one, in their order.
+            placement: Their holders; by default each worker serves one stage, in the workers'
+                order.
             seed: Start of all dropout masks.
         """
         connections = self.connections
@@ -143,21 +144,21 @@ class RemoteLayers:
         stages = self.holdings.stages_of(worker)
         load = load_of(worker, stages, self.connections.requests, built)
         named = (pair for stage in stages for pair in named_tensors(stage.layers))
-        # The others are in a checkpoint, from which they can be read again.
+        # The others are in a checkpoint, and can be read from it again.
         here = {name for name, tensor in named if not tensor.is_meta}
         part = self.connections.part
         load.contents = part.spooled(worker.number, load.contents, here.__contains__)
         return load
 
     def share(self, placement: Placement) -> None:
-        """Go on with a placement of the same stages, of which replicas take other shares."""
+        """Go on with a placement of the same stages, with other shares for replicas."""
         self.holdings = replace(self.holdings, placement=placement)
 
     def fetch(self, names: Sequence[str], progress: Progress | None = None) -> dict[str, Tensor]:
         """Bring the content of tensors here, as new CPU tensors, and the state of 4-bit ones.
 
         Raises:
-            ModelError: If no worker has a tensor of that name.
+            ModelError: If the workers do not have a tensor with such a name.
         """
         self.connections.check_usable()
         unknown = [name for name in names if name not in self.holdings.owner_of]
@@ -183,7 +184,7 @@ class RemoteLayers:
         return found
 
     def wait_for_all(self) -> None:
-        """Wait until the workers have carried out all that was said to them before.
+        """Wait until the workers have carried out all messages sent to them before.
 
         Raises:
             StageFailed: If a worker's code raised in it.
@@ -202,7 +203,7 @@ class RemoteLayers:
         self, workers: Sequence[Member], names: Sequence[str]
     ) -> Callable[[], list[tuple[Member, list[bytes]]]]:
         """Ask several workers for the fingerprints of the same tensors, between two steps; the
-        function that is returned waits for them."""
+        returned function waits for them."""
         request = m.FetchFingerprints(self.connections.step, list(names))
         answers = [self.connections.requests.send(worker, request) for worker in workers]
 
@@ -223,7 +224,7 @@ class RemoteLayers:
         request: type[m.FetchTensors | m.FetchGradients],
         asked: Sequence[tuple[Member, list[str]]],
     ) -> Iterator[tuple[Member, str, Tensor, State]]:
-        """Each tensor that a worker was asked for: the worker, the name, the content, its state."""
+        """Each tensor asked of a worker: the worker, the name, the content, its state."""
         missing = {worker: set(own) for worker, own in asked}
         requests = self.connections.requests
         answers = [requests.send(worker, request(own)) for worker, own in asked]
@@ -266,7 +267,7 @@ class RemoteLayers:
         return contents
 
     def take_buffer_updates(self) -> list[m.BuffersUpdated]:
-        """The reports of stages, since the last call, on buffers that are updated too often."""
+        """The reports of stages, since the last call, on buffers updated too often."""
         taken, self._buffer_updates = self._buffer_updates, []
         return taken
 
@@ -293,16 +294,16 @@ class TensorsAway:
     Args:
         layers: The layers on workers by their numbers.
         remote: Fetches and stores their tensors.
-        weights: The checkpoint that the model is loaded from, if its weights are still there.
-        changed: Tensors that may differ from that checkpoint, because they were trained.
-        kept: The numbers of layers that workers have too and that keep their weights here.
+        weights: The model's checkpoint, if its weights are still there.
+        changed: Tensors that may differ from the checkpoint, because they were trained.
+        kept: The numbers of layers that are on workers too, and keep their weights here.
 
     Attributes:
         names_of: The name of each tensor on its worker.
-        changed: Tensors that may differ from the checkpoint: as given, those that are here, and
-            those that were stored.
-        loss: The reason why the weights are lost; None while they are not lost.
-        progress: Shows how far fetches have come; None if nothing shows it.
+        changed: Tensors that may differ from the checkpoint: as given, the tensors here, and the
+            stored ones.
+        loss: The reason why the weights are lost, if they are.
+        progress: Shows the progress of fetches, if it is shown.
     """
 
     def __init__(
@@ -321,7 +322,7 @@ class TensorsAway:
         self._remote = remote
         self._weights = weights
         self._sent = {name for name, _ in named_tensors(layers)}
-        # A tensor that is here now may have been trained before layers moved.
+        # A tensor here may have been trained before layers moved.
         here = (tensor for tensor in self.names_of if not tensor.is_meta)
         self.changed = {*here, *(tensor for tensor in changed if tensor in self.names_of)}
 
@@ -335,7 +336,7 @@ class TensorsAway:
         self._remote.store(tensors)
 
     def check_not_lost(self) -> None:
-        """Refuse to use layers whose weights have not come home.
+        """Refuse to use layers with weights still away.
 
         Raises:
             WeightsLost: With the cause.
@@ -356,10 +357,10 @@ class TensorsAway:
     def bring(
         self, trained: Collection[Tensor], numbers: Collection[int] | None = None
     ) -> dict[str, Tensor]:
-        """Fetch the tensors that are not in the checkpoint, or have been changed since.
+        """Fetch the tensors missing in the checkpoint, or changed since.
 
         Args:
-            trained: The tensors that train at present or ever did.
+            trained: The tensors in training at present or earlier.
             numbers: The layers; None for all.
         """
         wanted = {n: layer for n, layer in self._layers.items() if numbers is None or n in numbers}
@@ -370,15 +371,15 @@ class TensorsAway:
         }
         what = "Bringing the layers back"
         with closing(self._remote.progress(what, sum(coming.values()))) as progress:
-            # Without a request nothing is lost when a worker is gone.
+            # Without a request the weights are not lost when a worker is gone.
             return self._remote.fetch(list(coming), progress) if coming else {}
 
     def is_unchanged(self, tensor: Tensor) -> bool:
-        """Whether the content of a tensor is that of the checkpoint, unless it trains or did."""
+        """Whether the content of a tensor is the checkpoint's, if it was never trained."""
         return tensor not in self.changed and self.is_on_disk(tensor)
 
     def is_on_disk(self, tensor: Tensor) -> bool:
-        """Whether the checkpoint that the model is loaded from has a tensor."""
+        """Whether the model's checkpoint has a tensor."""
         return self._weights is not None and tensor in self._weights
 
     def __reduce__(self) -> NoReturn:

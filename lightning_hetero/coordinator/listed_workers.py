@@ -1,4 +1,4 @@
-"""Workers that listen at addresses which the user names, and which of them a run does not use."""
+"""Workers that listen at addresses named by the user, and the free ones among them."""
 
 from __future__ import annotations
 
@@ -22,27 +22,27 @@ from .session import Coordinator, Listening
 
 
 class FreeWorkers(Protocol):
-    """Looks now and then which workers of a user are in no run: `discovery.find.Lookout`."""
+    """Looks now and then for workers of a user outside of all runs: `discovery.find.Lookout`."""
 
     def free(self, used: Collection[str]) -> list[str]:
-        """The names of the free workers that the run does not use."""
+        """The names of the free workers unused by the run."""
 
     def close(self) -> None:
-        """Look no more."""
+        """Stop looking."""
 
 
 MakeLookout = Callable[[Mapping[str, Address], Deadlines, Identity, str], FreeWorkers]
-"""Makes what looks, from addresses by name, deadlines, identity, and the name of the run."""
+"""Makes the lookout, from addresses by name, deadlines, identity, and the name of the run."""
 
 
 class ListedWorkers:
-    """Knows the workers by their addresses, which are their names in plans.
+    """Knows the workers by their addresses; these are their names in plans.
 
     Args:
         names: The addresses.
         token_file: The file of the token, if the user named one. The token itself is read for each
-            run and not kept, so that no copy of this object contains it.
-        make_lookout: Makes what looks for free workers, when somebody asks for them.
+            run and not kept, so copies of this object do not contain it.
+        make_lookout: Makes the lookout for free workers at the first question for them.
         start_command: The command for starting the workers, if there is one.
 
     Attributes:
@@ -65,7 +65,7 @@ class ListedWorkers:
         self._make_lookout = make_lookout
         self._start_command = start_command
         self._found: dict[str, Address] = {}
-        # Looks for free workers from the first time on that somebody asks for them.
+        # Looks for free workers from the first question on.
         self._lookout: FreeWorkers | None = None
         self._listening: tuple[Listening, str] | None = None
 
@@ -75,9 +75,9 @@ class ListedWorkers:
         """The workers' names in plans.
 
         Args:
-            device: The device that this process computes on.
+            device: The device of this process's computation.
             deadlines: How long each kind of waiting may take.
-            named: The workers that the user's plan names, if there is one.
+            named: The workers in the user's plan, if there is one.
         """
         return list(self._found or self._names)
 
@@ -93,8 +93,8 @@ class ListedWorkers:
 
         Args:
             names: Some of the names.
-            imports: The modules that workers which start now may import to build layers.
-            device: The device that this process computes on.
+            imports: The modules that newly started workers may import to build layers.
+            device: The device of this process's computation.
             deadlines: How long each kind of waiting may take.
             observers: Read the events of the run.
 
@@ -123,7 +123,7 @@ class ListedWorkers:
         return coordinator
 
     def _credentials(self) -> Credentials | None:
-        """The proof of this process's token; None without a token.
+        """The proof of this process's token, if there is a token.
 
         Raises:
             TokenError: If the token cannot be used.
@@ -134,8 +134,8 @@ class ListedWorkers:
         """The names of the workers that could join the run now.
 
         Args:
-            used: The names that the run has.
-            num_members: How many workers it has.
+            used: The names in the run.
+            num_members: The number of its workers.
         """
         if self._lookout is None and self._listening is not None:
             known, run = self._listening
@@ -147,10 +147,10 @@ class ListedWorkers:
         return [] if self._lookout is None else self._lookout.free(used)
 
     def note_members(self, names: Collection[str]) -> None:
-        """Do nothing: a worker that listens is not told of others."""
+        """Do not report them: a listening worker does not hear of others."""
 
     def end(self, deadlines: Deadlines) -> None:
-        """Look no more for free workers. May be called twice."""
+        """Stop looking for free workers. May be called twice."""
         self._found = {}
         lookout, self._lookout, self._listening = self._lookout, None, None
         if lookout is not None:
@@ -159,6 +159,6 @@ class ListedWorkers:
     def _reached(
         self, names: Sequence[str], imports: set[str], device: torch.device
     ) -> tuple[Mapping[str, Address], Credentials | None, Source | None]:
-        """Where the workers are, what they are shown, and where they come from if they dial us."""
+        """The workers' addresses, the credentials for them, and their source if they dial us."""
         addresses = self._found or {name: Address.parse(name) for name in self._names}
         return addresses, self._credentials(), None

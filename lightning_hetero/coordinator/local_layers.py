@@ -1,6 +1,6 @@
-"""The layers that stay with the coordinator: compiled, run again and seeded as a stage's are.
+"""The layers kept by the coordinator: compiled, run again and seeded as a stage's are.
 
-So are the layers of which it is a replica, for the micro-batches that it runs.
+So are the layers of which it is a replica, for its own micro-batches.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from .worker_stages import obstacles_to_compiling
 
 
 def check_can_be_compiled(layers: Sequence[DecoderLayer], plan: Plan, equipment: Equipment) -> None:
-    """Refuse a plan by which this process should compile layers and cannot.
+    """Refuse a plan with layers to compile here, if this process cannot compile them.
 
     Raises:
         ModelError: With the remedy.
@@ -54,7 +54,7 @@ def adjust_own(
 
 
 def seed_own(layers: Mapping[int, nn.Module], draws: Draws) -> list[Callable[[], None]]:
-    """Let the coordinator's layers draw the random numbers that they would draw on a worker.
+    """Let the coordinator's layers draw the random numbers of a worker in their place.
 
     Call it after `adjust_own`: a layer that runs again below restores its generators by itself.
 
@@ -69,16 +69,16 @@ def seed_own(layers: Mapping[int, nn.Module], draws: Draws) -> list[Callable[[],
 
 
 def is_seeded(layer: nn.Module) -> bool:
-    """Whether the calls of a layer, and the code behind them, draw from streams of their own.
+    """Whether the calls of a layer, and the code after them, draw from streams of their own.
 
-    torch's own embedding draws nothing: the code around it draws from one stream, wherever the
+    torch's own embedding does not draw: the code around it draws from one stream, wherever the
     embedding is.
     """
     return type(layer) is not nn.Embedding
 
 
 class _Seeded(ForwardOverride):
-    """A layer's ``forward`` that draws the random numbers of its place in the step."""
+    """A layer's ``forward``, with the random numbers of its place in the step."""
 
     def __init__(self, layer: nn.Module, number: int, draws: Draws) -> None:
         super().__init__(layer)
@@ -91,33 +91,33 @@ class _Seeded(ForwardOverride):
 
 
 class _Compiled(ForwardOverride):
-    """A layer's ``forward``, compiled where no cache grows from call to call."""
+    """A layer's ``forward``, compiled except where a cache grows from call to call."""
 
     @cached_property
     def _compiled(self) -> Callable[..., Any]:
         return compiled(self.below)
 
     def __getstate__(self) -> dict[str, Any]:
-        # A copy of the layer must not run what torch has compiled for the first one.
+        # A copy of the layer must not run the code compiled by torch for the original.
         return {name: value for name, value in vars(self).items() if name != "_compiled"}
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if torch.is_grad_enabled():
             args, kwargs = without_cache(
                 self.module, args, kwargs
-            )  # which nobody reads in a training step
+            )  # the cache is not read in a training step
         elif caches_among(args, kwargs):
             return self.below(*args, **kwargs)
         return self._compiled(*args, **kwargs)
 
 
 class _Recomputed(ForwardOverride):
-    """A layer's ``forward`` that keeps its inputs only."""
+    """A layer's ``forward`` that only keeps its inputs."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled():
             return self.below(*args, **kwargs)
-        # A second forward must not find what the first one left in a cache.
+        # A second forward must not find the first one's entries in a cache.
         args, kwargs = without_cache(self.module, args, kwargs)
         return checkpoint(
             self.below,

@@ -1,4 +1,4 @@
-"""The workers that a run has lost: who, why, in which step, and how another process came."""
+"""The lost workers of a run: the cause and step of each loss, and the replacement."""
 
 from __future__ import annotations
 
@@ -7,33 +7,33 @@ from dataclasses import dataclass
 
 from .member import Member
 
-# A stage whose processes are lost so often in one step is lost by what the step does.
+# So many losses of a stage's processes in one step come from the step itself.
 MOST_LOSSES_IN_A_STEP = 5
 
 
 @dataclass(eq=False)
 class Loss:
-    """A worker that was lost, and how far another process has taken its place.
+    """A lost worker, and the progress of its replacement by another process.
 
     All moments are on the clock of recorded spans.
 
     Args:
-        worker: The worker; its name and number are those of the process in its place too.
+        worker: The worker; the process in its place has the same name and number.
         step: The step in which it was lost, as the log counts steps.
         reason: The error at the end of its conversation, in words.
         began_seconds: When the loss was noted.
-        place: The name of the worker and, where it is another one, its address.
+        place: The name of the worker and, if it differs, its address.
 
     Attributes:
-        served_by: The same of the process in its place; empty until that process served.
-        served_seconds: When another process served; None until then.
-        restored_seconds: When that process had the layers and their latest snapshot; None until
-            then.
-        end_seconds: When it had caught up, or was lost in its turn; None until then.
-        has_caught_up: Whether the process has repeated all that the lost one had done.
-        first_step: The first step that the process repeats.
+        served_by: The name and address of its replacement, as in ``place``; empty until it served.
+        served_seconds: When another process served, if it did.
+        restored_seconds: When that process had the layers and their latest snapshot, if it had
+            them.
+        end_seconds: When it had caught up, or was lost in its turn, if it has.
+        has_caught_up: Whether the process has repeated all work of the lost worker.
+        first_step: The first step repeated by the process.
         num_bytes: The bytes sent to the process before it began to repeat.
-        num_failed: The processes that were lost while they got the layers.
+        num_failed: The processes lost while they got the layers.
     """
 
     worker: Member
@@ -55,7 +55,7 @@ class Loss:
         self.num_failed += 1
 
     def note_restored(self, served_seconds: float, now: float, behind: int, num_bytes: int) -> None:
-        """A process has the layers and the snapshot behind a step, and begins to repeat."""
+        """A process has the layers and the snapshot after a step, and begins to repeat."""
         self.served_seconds, self.restored_seconds = served_seconds, now
         self.served_by = self.worker.where
         self.first_step, self.num_bytes = behind + 1, num_bytes
@@ -80,8 +80,8 @@ def why_not_again(losses: Sequence[Loss], worker: Member, step: int) -> str:
     A layer that ends its process ends the next process at the same place, for ever.
 
     Args:
-        losses: All of the run.
-        worker: The worker that is lost now; the losses may have this loss already.
+        losses: All losses of the run.
+        worker: The worker lost now; the losses may have this loss already.
         step: The present step.
     """
     own = [loss for loss in losses if loss.worker is worker and loss.step == step]
@@ -100,7 +100,7 @@ def why_not_again(losses: Sequence[Loss], worker: Member, step: int) -> str:
 
 
 def seconds_of(losses: Sequence[Loss], start_seconds: float, end_seconds: float) -> float:
-    """The time between two moments in which a process was lost or repeated a lost one."""
+    """The time between two moments while a process was lost or repeated a lost one's work."""
     total, free = 0.0, start_seconds
     for loss in sorted(losses, key=lambda each: each.began_seconds):
         end = end_seconds if loss.end_seconds is None else min(loss.end_seconds, end_seconds)
@@ -110,5 +110,5 @@ def seconds_of(losses: Sequence[Loss], start_seconds: float, end_seconds: float)
 
 
 def lost_between(losses: Sequence[Loss], start_seconds: float, end_seconds: float) -> list[Loss]:
-    """The losses that were noted between two moments."""
+    """The losses noted between two moments."""
     return [loss for loss in losses if start_seconds <= loss.began_seconds < end_seconds]

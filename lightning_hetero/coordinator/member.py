@@ -23,12 +23,12 @@ class Member:
 
     Attributes:
         name: Its name in plans.
-        roster: Knows what it is at present.
+        roster: Knows its present state.
         address: Where it listens.
         channel: The conversation.
         equipment: Its hardware and software.
-        session: The name of the conversation, by which a neighbor shows that it means this worker.
-        journal: The messages to it since its latest snapshot; None if they are not kept.
+        session: The name of the conversation; a neighbor names it to reach the right worker.
+        journal: The messages to it since its latest snapshot, if they are kept.
     """
 
     name: str
@@ -38,7 +38,7 @@ class Member:
     equipment: m.Equipment
     session: str
     constants: SentConstants = field(default_factory=SentConstants)
-    # The thread that writes to the channel reads the constants too.
+    # The writing thread of the channel reads the constants too.
     constants_lock: threading.Lock = field(default_factory=threading.Lock)
     journal: Journal | None = None
 
@@ -58,7 +58,7 @@ class Member:
         return self.row.stages
 
     def forget_constants(self) -> None:
-        """Send every constant again: it is unknown which of them the worker has."""
+        """Send every constant again: the worker may have only some of them."""
         with self.constants_lock:
             self.constants.clear()
 
@@ -69,7 +69,7 @@ class Member:
 
     @property
     def last_known(self) -> str:
-        """A sentence about the latest activity that the worker told; empty if it told none."""
+        """A sentence about the worker's latest reported activity; empty without a report."""
         activity = self.channel.peer_activity
         return f"The last that is known of {self} is {activity}." if activity else ""
 
@@ -80,7 +80,7 @@ class Member:
 
     @property
     def where(self) -> str:
-        """Its name in plans, and its address if it has another one."""
+        """Its name in plans, and its address if it differs."""
         return self.name if self.name == str(self.address) else f"{self.name} ({self.address})"
 
     def __str__(self) -> str:
@@ -89,16 +89,16 @@ class Member:
 
 
 def say_goodbye(members: Iterable[Member]) -> None:
-    """End the conversations with some workers in good order; those that have ended stay so."""
+    """End the conversations with some workers in good order; ended conversations stay ended."""
     for worker in members:
         worker.channel.close(m.Goodbye())
 
 
 class Source(Protocol):
-    """Where the coordinator finds its workers: at addresses that it dials, or at the door.
+    """Where the coordinator finds its workers: at addresses to dial, or at the door.
 
-    A worker has a name of its own there, by which another process of it is found again after a
-    loss. The door, where workers wait that have dialled this process, is `launch.join.Door`.
+    A worker has a name of its own there; after a loss, another process of it is found again by this
+    name. Workers that have dialled this process wait at the door, `launch.join.Door`.
     """
 
     def names(self) -> Sequence[str]:
@@ -112,14 +112,14 @@ class Source(Protocol):
             session_name: The name of the conversation.
 
         Returns:
-            The channel, which is not started yet; the worker's Welcome; where it listens now.
+            The channel, not started yet; the worker's Welcome; where it listens now.
 
         Raises:
             WorkerUnreachable: If it does not answer or refuses.
         """
 
     def admit_beside(self, address: Address, session_name: str) -> tuple[Channel, m.Welcome]:
-        """Open the conversation that only a second process of a worker takes.
+        """Open the conversation with a second process of a worker.
 
         Args:
             address: Where the worker listens, and its second process too.

@@ -1,14 +1,14 @@
-"""The coordinator's side of a move: tensors go from the worker that has them to the next one.
+"""The coordinator's side of a move: tensors go from their worker to the next one.
 
     before    kept: stays where it is · passed on: worker to worker · sent: from here
     a [0,2]   0 kept by a
     b [2,4]   2 passed on by b to a
 
-Nothing that changes hands passes through this process, and what stays is not even read. A worker
+Tensors passed on do not pass through this process, and kept tensors are not even read. A worker
 keeps a tensor until its next workers have confirmed it. So after an error each tensor is with a
-worker, and the holdings say with which. A replica that steps a parameter and did not before gets it
-anew, from the worker that has its optimizer's state. With recovery, the loss of a worker ends the
-move, and all workers get back what they had before it.
+worker, known from the holdings. A replica that newly steps a parameter gets it anew, from the
+worker with its optimizer's state. With recovery, the loss of a worker ends the move, and all
+workers get back their layers from before it.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from .roster import What
 from .tensor_transfers import PassedOn, TensorLoad, send_all
 from .worker_stages import Holdings, RemoteStage, numbered_stages, owners_of
 
-# A parameter that trains travels with the state of its optimizer: most have two such tensors.
+# A trained parameter travels with the state of its optimizer: most have two such tensors.
 _TIMES_WITH_STATE = 3
 
 
@@ -50,8 +50,8 @@ def move(
     """Move layers, and once more if a worker is lost meanwhile; see `LayerMove`.
 
     Raises:
-        MoveUndone: If workers are lost again and again, or one that the placement needs is lost
-            and nobody takes its place, or a worker's code raises. All is as it was before the move.
+        MoveUndone: If workers are lost again and again, or a worker needed by the placement is lost
+            without a replacement, or a worker's code raises. All is as it was before the move.
         WorkerError: If a worker fails.
     """
     for num_left in reversed(range(_MOST_TRIES)):
@@ -76,11 +76,11 @@ class LayerMove:
     Fetch the tensors on their way home before.
 
     Args:
-        remote: The layers that the workers hold.
+        remote: The layers on the workers.
         stages: The stages on workers, in the order of their numbers.
         placement: Their holders.
         seed: Start of all dropout masks.
-        is_on_disk: Whether the content of a tensor of that name is what its checkpoint has; such a
+        is_on_disk: Whether the content of a tensor with this name is the checkpoint's; such a
             tensor is read again where it gets another dtype, instead of rounded twice.
 
     Raises:
@@ -103,16 +103,16 @@ class LayerMove:
                 stage.check_can_be_held(worker)
         self._sources = _sources(self._before, self._after, is_on_disk)
         self._is_on_disk = is_on_disk
-        # The workers that still get a tensor from another one.
+        # By tensor, the number of workers still to get it from another worker.
         self._num_left = Counter(
             name for (name, target), source in self._sources.items() if source not in (None, target)
         )
-        # While layers move: what each worker has by now.
+        # While layers move: the tensors, and the worker of each by now.
         self._meanwhile = dict(self._before.tensors), dict(self._before.owner_of)
 
     @property
     def num_bytes(self) -> int:
-        """The bytes of the tensors that travel."""
+        """The bytes of the travelling tensors."""
         travel = ((n, t) for (n, t), source in self._sources.items() if source is not t)
         return sum(self.bytes_of(name) for name, _ in travel)
 
@@ -121,12 +121,12 @@ class LayerMove:
         return self._after.tensors[name].spec.num_bytes
 
     def run(self) -> Iterator[str]:
-        """Move; yields the name of each tensor that travels. You must iterate to the end.
+        """Move; yields the name of each travelling tensor. You must iterate to the end.
 
         Raises:
             MoveUndone: If a worker is lost or its code raises; all is as it was before the move.
             WorkerError: If a worker fails. The tensors are where the holdings of the remote layers
-                have them then, and no step can run any more.
+                have them then, and further steps cannot run.
         """
         self._remote.connections.part.before_move()
         self._remote.connections.note(What.MOVING)
@@ -212,14 +212,14 @@ class LayerMove:
         return list(found.values())
 
     def _note_passed_on(self, target: Member, name: str) -> bool:
-        """Note that a worker has a tensor of another one; returns whether that was the last one
-        that gets it."""
+        """Note the arrival of a tensor from another worker; returns whether all its workers have
+        it."""
         self._note_arrival(name, target)
         self._num_left[name] -= 1
         return not self._num_left[name]
 
     def _note_arrival(self, name: str, target: Member) -> None:
-        """Note that a tensor is with a worker under the new plan."""
+        """Note the arrival of a tensor at a worker under the new plan."""
         tensors, owner_of = self._meanwhile
         if self._after.owner_of.get(name, target) is target:
             tensors[name], owner_of[name] = self._after.tensors[name], target
@@ -243,8 +243,8 @@ def _holdings(
 def _sources(
     before: Holdings, after: Holdings, is_on_disk: Callable[[str], bool]
 ) -> Mapping[tuple[str, Member], Member | None]:
-    """Where each worker gets each tensor of its new stages: from a worker, which may be itself, or
-    None for this process."""
+    """The source of each tensor of each worker's new stages: a worker, maybe itself, or None for
+    this process."""
     found: dict[tuple[str, Member], Member | None] = {}
     for name, held in after.tensors.items():
         owner = before.owner_of.get(name)

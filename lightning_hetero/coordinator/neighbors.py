@@ -1,6 +1,6 @@
-"""The links between two workers, as the workers tell of them: lost, away, back, or impossible.
+"""The links between two workers, as the workers report them: lost, away, back, or impossible.
 
-What passes between two workers that cannot reach each other is forwarded by this process.
+This process forwards the messages between two workers that cannot reach each other.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from .connections import Connections
 from .member import Member
 from .roster import What
 
-# Frames that may wait to be forwarded to one worker: so many for each micro-batch in flight, and
-# some more for forwards without gradients. An honest worker stays far below.
+# Frames in the queue of forwards to one worker: so many for each micro-batch in flight, and some
+# more for forwards without gradients. An honest worker stays far below.
 _MOST_FORWARDED_EACH = 4
 _MOST_FORWARDED = 64
 
 
 class RemoteNeighbors:
-    """Hears of the links between workers, and forwards where there is none.
+    """Hears of the links between workers, and forwards where a link is missing.
 
     Args:
         connections: The workers.
@@ -40,15 +40,15 @@ class RemoteNeighbors:
         }
 
     def _on_unreachable(self, worker: Member, message: m.NeighborUnreachable) -> None:
-        """Forward from now on what two workers exchange that cannot reach each other."""
+        """Forward from now on the messages between two workers that cannot reach each other."""
         other = next((w for w in self._connections.members if w.number == message.member), None)
         if other is None or other is worker:
             wrong = f"It misses worker {message.member}, which is none of its neighbors."
             raise self._connections.lose(worker, RemoteProtocolError(wrong))
         if other.number in worker.row.cannot_reach:
-            return  # the other one has told it
+            return  # the other worker has reported it
         if not other.channel.peer_answers(self._connections.leaving()):
-            self._connections.take_end_of(other)  # no way leads to a process that has ended
+            self._connections.take_end_of(other)  # an ended process cannot be reached
             return
         for source, target in ((worker, other), (other, worker)):
             self._connections.note(What.FORWARDED, source, number=target.number)
@@ -83,7 +83,7 @@ class RemoteNeighbors:
         return True
 
     def _forward_moved(self, source: Member, frame: Frame, number: int) -> bool:
-        """Forward a tensor that moves to the worker of a number; false if the two are no pair."""
+        """Forward a moving tensor to the worker of a number; false if the two are not a pair."""
         is_pair = number in source.row.cannot_reach
         target = self._connections.numbered(number) if is_pair else None
         if target is not None:
@@ -98,9 +98,9 @@ class RemoteNeighbors:
             raise error
 
     def _loss_of_link(self, reporter: Member, report: m.NeighborLost) -> WorkerError | None:
-        """The error to raise for a link that was lost; asks the other end whether it lives.
+        """The error to raise for a lost link; asks the other end whether it lives.
 
-        There is none if nothing passes between the two any more, since layers have moved.
+        None if the two no longer exchange messages, since layers have moved.
         """
         connections = self._connections
         lost = connections.numbered(report.member)
@@ -135,10 +135,10 @@ class RemoteNeighbors:
         rank_zero_info(f"the connection between {worker} and {other} is back")
 
     def _numbered(self, reporter: Member, number: int) -> Member:
-        """The worker of the number that another one has told.
+        """The worker with the number in another worker's report.
 
         Raises:
-            WorkerLost: If there is none.
+            WorkerLost: If the number is wrong.
         """
         found = self._connections.numbered(number)
         if found is None or found is reporter:

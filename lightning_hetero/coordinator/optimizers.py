@@ -1,8 +1,8 @@
 """The coordinator's side of optimizers: their parts on workers, and which parameters train there.
 
-The optimizer object stays the user's own. It has all parameters and steps those with a gradient
-here. The stages step theirs when told, with the options that the groups have at that moment. A
-parameter that a user freezes between two steps is frozen on its stage too.
+The optimizer object stays the user's own. It has all parameters, and steps a parameter with a
+gradient here. The stages step their parameters on request, with the present options of the groups.
+A parameter frozen by the user between two steps is frozen on its stage too.
 """
 
 from __future__ import annotations
@@ -50,17 +50,17 @@ if TYPE_CHECKING:
 
 
 class RemoteOptimizers:
-    """The parts of optimizers on the stages, their gradients, and the parameters that train.
+    """The parts of optimizers on the stages, their gradients, and the trained parameters.
 
     Args:
         connections: The workers.
-        layers: The layers that the workers hold.
+        layers: The layers on the workers.
         stages: Runs the steps.
         recorder: Records the spans of this process.
 
     Attributes:
         layers: As given.
-        hosted: The layers of which this process is a replica; None if there are none.
+        hosted: The layers with a replica in this process, if there are any.
     """
 
     def __init__(
@@ -82,7 +82,7 @@ class RemoteOptimizers:
         self._stepping = ExitStack()
         # The class name of each optimizer, and the names of its parameters.
         self._optimized: dict[int, tuple[str, set[str]]] = {}
-        # The step of the exchange that has begun, its number, and the workers that know of it.
+        # The step of the latest exchange, its number, and the workers that know of it.
         self._begun: tuple[int, int] | None = None
         self._told: set[Member] = set()
         stages.on_last_backward = self.reduce
@@ -132,7 +132,7 @@ class RemoteOptimizers:
         """Note that the optimizer has stepped here too.
 
         Raises:
-            WorkerError: If replicas have unlike weights; that is looked at after each hundredth
+            WorkerError: If replicas have unlike weights; they are compared after each hundredth
                 step.
         """
         self._stepping.close()
@@ -144,7 +144,7 @@ class RemoteOptimizers:
             self._compare_replicas()
 
     def _compare_replicas(self) -> None:
-        """Compare what trains on workers that hold the same stage."""
+        """Compare the trained tensors of workers with the same stage."""
         holdings = self.layers.holdings
         for stage in holdings.placement.stages:
             if stage.is_hosted or len(stage.processes) < 2:
@@ -156,7 +156,7 @@ class RemoteOptimizers:
                 if len({*found}) > 1:
                     usual = max(found, key=found.count)
                     wrong = [w for (w, _), its in zip(answers, found, strict=True) if its != usual]
-                    # Of two replicas nobody knows which is right.
+                    # Of two replicas it is unknown which is right.
                     wrong = wrong if len(found) > 2 else [worker for worker, _ in answers]
                     raise unlike_replicas(wrong, name)
 
@@ -199,7 +199,7 @@ class RemoteOptimizers:
             yield name, state
 
     def _optimized_parameter(self, worker: Member, optimizer: int, name: str) -> Tensor | None:
-        """A worker's parameter of that name, if the optimizer has it under any of its names."""
+        """A worker's parameter with this name, if the optimizer has it under any of its names."""
         tensors = self.layers.holdings.tensors
         held = tensors.get(name)
         if held is None or self.layers.holdings.owner_of.get(name) is not worker:
@@ -232,7 +232,8 @@ class RemoteOptimizers:
         return self.layers.fetch_gradients(names)
 
     def add_up(self) -> None:
-        """Let all replicas add up their gradients, and wait for those that this process owns.
+        """Let all replicas add up their gradients, and wait for the sums of this process's own
+        parameters.
 
         Raises:
             ModelError: If gradients of the latest batch are on workers, and not here yet.
@@ -248,7 +249,7 @@ class RemoteOptimizers:
             self.hosted.add_gradients(number)
 
     def check_published(self) -> None:
-        """Refuse to use gradients that the backward of the latest loss has not published here.
+        """Refuse to use gradients before the backward of the latest loss has published them here.
 
         Raises:
             ModelError: With the remedies.
@@ -262,14 +263,15 @@ class RemoteOptimizers:
             )
 
     def reduce(self) -> None:
-        """Let replicas add up their gradients when what was sent has run; does not wait for it."""
+        """Let replicas add up their gradients after all sent actions have run; does not wait for
+        it."""
         if self._stages.has_new_gradients and self.layers.holdings.placement.has_replicas:
             self._reduce_on(self._connections.workers)
         self._stages.has_new_gradients = False
         self._begun = None
 
     def _reduce_on(self, workers: Collection[Member]) -> None:
-        """Let these replicas add up their gradients when what was sent to them has run."""
+        """Let these replicas add up their gradients after all actions sent to them have run."""
         if not workers:
             return
         number = self.open_exchange()
@@ -280,8 +282,8 @@ class RemoteOptimizers:
                 self._told.add(worker)
 
     def open_exchange(self) -> int:
-        """The number of the present step's exchange; the first call begins it, and then all workers
-        are told of it."""
+        """The number of the present step's exchange; the first call begins it, and `reduce` then
+        reports it to all workers."""
         step = self._connections.step
         if self._begun is None or self._begun[0] != step:
             self._begun = step, self._next_exchange()
@@ -296,14 +298,15 @@ class RemoteOptimizers:
         return self._connections.num_exchanges
 
     def _broadcast(self, make: Callable[..., m.Message], *tensors: Tensor) -> None:
-        """Send all workers a request that belongs behind what their stages have done."""
+        """Send all workers a request, to run after the present progress of their stages."""
         self._connections.broadcast(lambda worker: make(**self._stages.stamp(worker)), *tensors)
 
     def set_trained(self, names: Sequence[str], requires_grad: bool) -> None:
         """Freeze remote parameters, or train them, from the next forward on.
 
-        Backwards of an earlier batch may be on their way, and a parameter that is frozen gets no
-        gradient. Between two batches this waits for them; within one the workers run them first.
+        Backwards of an earlier batch may be on their way, and a frozen parameter does not get a
+        gradient. Between two batches this waits for them; within a batch the workers run them
+        first.
         """
         self._connections.settle()
         for worker, own in self.layers.holdings.names_by_holder(names):
@@ -321,7 +324,8 @@ class RemoteOptimizers:
         self._zero(names, set_to_none=set_to_none)
 
     def restore_zeros(self, names: Sequence[str]) -> None:
-        """Give remote parameters zero gradients that have none, and had one as the step began."""
+        """Give zero gradients to remote parameters that have lost their gradients since the step
+        began."""
         self._connections.check_usable()
         self._zero(names, set_to_none=False, only_dropped=True)
 
@@ -334,12 +338,12 @@ class RemoteOptimizers:
         self._requests.finish(answers)
 
     def gradient_norms(self, optimizer: int | None = None) -> dict[str, float]:
-        """The norms of remote gradients by their parameters' names: those that an optimizer
-        would use, or all."""
+        """The norms of remote gradients by their parameters' names: of an optimizer's gradients, or
+        of all."""
         return self.ask_gradient_norms(optimizer)()
 
     def ask_gradient_norms(self, optimizer: int | None) -> Callable[[], dict[str, float]]:
-        """Ask for `gradient_norms`; the function that is returned waits for the answer.
+        """Ask for `gradient_norms`; the returned function waits for the answer.
 
         Before you call it you may only look at gradients here.
         """
@@ -375,14 +379,14 @@ class RemoteOptimizers:
             )
 
     def clip_gradients(self, optimizer: int | None, clipping: Clipping) -> None:
-        """Clip the remote gradients that an optimizer would use, or all; does not wait for it."""
+        """Clip the remote gradients of an optimizer, or all; does not wait for it."""
         self.add_up()
         step = self._stages.present_step()
         self._broadcast(partial(m.ClipGradients, step, optimizer, clipping.factor, clipping.value))
 
 
 def unlike_replicas(workers: Sequence[Member], name: str) -> WorkerError:
-    """The error for replicas whose weights are not equal."""
+    """The error for replicas with unequal weights."""
     return WorkerError(
         f"The tensor {name} is not equal on the replicas of its stage: "
         f"{' or '.join(map(str, workers))} computes or stores wrongly. Give the stage to other "
@@ -394,8 +398,8 @@ class RemoteOptimizer:
     """Ties an optimizer to its parts on the stages, until `detach`.
 
     Args:
-        optimizer: Holds parameters, those of hollow layers too.
-        number: Tells the stages which of the optimizers is meant.
+        optimizer: Holds parameters, also of hollow layers.
+        number: The number of the optimizer for the stages.
         parts: The parts on the stages.
         names_of: Names of the hollow layers' parameters.
 
@@ -419,7 +423,7 @@ class RemoteOptimizer:
         self._build()
         self._send_state()
         self._hook = optimizer.register_state_dict_post_hook(self._add_remote_state)
-        # Not by a hook: some optimizers load in their own way and call none.
+        # Not by a hook: some optimizers load in their own way, without hooks.
         self._load_local_state = optimizer.load_state_dict
         self._put_back = stand_in(optimizer, "load_state_dict", self._load_state_dict)
 
@@ -438,8 +442,8 @@ class RemoteOptimizer:
         return all(map(math.isfinite, self._parts.gradient_norms(self._number).values()))
 
     def clip_by_norm(self, max_norm: float) -> float:
-        """Scale all gradients, here and there, to a global norm; returns what it was."""
-        # The stages measure theirs while this process measures its own.
+        """Scale all gradients, here and there, to a global norm; returns the norm before."""
+        # The stages measure their norms while this process measures its own.
         remote = self._parts.ask_gradient_norms(self._number)
         gradients = optimizer_gradients(self.optimizer)
         norm = total_norm([*gradient_norms(gradients), *remote().values()])
@@ -475,7 +479,7 @@ class RemoteOptimizer:
         self.take_back(self.remote_state())
 
     def take_back(self, states: Mapping[str, dict[str, Any]]) -> None:
-        """Put the states that `remote_state` returned into the optimizer."""
+        """Put the states from `remote_state` into the optimizer."""
         for name, state in states.items():
             self.optimizer.state[self._parameters[name]] = state
 
@@ -497,9 +501,9 @@ class RemoteOptimizer:
         self._parts.build(self._number, class_name, defaults, groups)
 
     def _send_state(self) -> None:
-        """Send the stages the state of parameters that were here until now, as layers move."""
+        """Send the stages the state of parameters here until now, as layers move."""
         found = {name: self.optimizer.state.pop(p, {}) for p, name in self._names_of.items()}
-        # Some optimizers make state at once; that of meta parameters is meta.
+        # Some optimizers make state at once; on meta for meta parameters.
         real = {name: state for name, state in found.items() if state and not _is_meta(state)}
         self._parts.load_state(self._number, real)
 
@@ -509,7 +513,7 @@ class RemoteOptimizer:
             self._parts.clip_gradients(self._number, clipping)
 
     def remote_state(self, names: Collection[str] | None = None) -> dict[str, dict[str, Any]]:
-        """The stages' optimizer state in the dtypes that the parameters have here.
+        """The stages' optimizer state in the parameters' dtypes here.
 
         Args:
             names: The parameters; None for all.
@@ -522,7 +526,7 @@ class RemoteOptimizer:
         found = {}
         with closing(self._parts.layers.progress(what, num_bytes)) as progress:
             for name, state in self._parts.state(self._number, names):
-                # A parameter that its layer has twice comes under both names, and is known by one.
+                # A parameter with two names in its layer comes under both, and is known by one.
                 parameter = self._parameters.get(name)
                 if parameter is not None:
                     found[name] = _as_here(parameter, state)
@@ -543,9 +547,9 @@ class RemoteOptimizer:
         state_dict["state"] = {index: state[index] for index in sorted(state)}
 
     def _load_state_dict(self, state_dict: dict[str, Any], *args: Any, **kwargs: Any) -> None:
-        """Send the stages what is theirs, and load the rest here."""
+        """Send the stages their states, and load the rest here."""
         local = dict(state_dict["state"])
-        # A parameter without state loses the one that it has there, as it does here.
+        # A parameter without state loses its state there, as it does here.
         remote = {name: local.pop(index, {}) for index, name in self._indexed()}
         flat = {name: _flattened(state) for name, state in remote.items()}
         self._parts.load_state(self._number, flat)
@@ -555,10 +559,10 @@ class RemoteOptimizer:
 def remote_optimizers(
     optimizers: Sequence[Optimizer], parts: RemoteOptimizers, names_of: Mapping[Tensor, str]
 ) -> list[RemoteOptimizer]:
-    """The optimizers that have parameters on stages, each tied to its parts on the stages.
+    """The optimizers with parameters on stages, each tied to its parts on the stages.
 
     Raises:
-        ModelError: If the class of one cannot be cut over stages.
+        ModelError: If an optimizer's class cannot be cut over stages.
     """
     return [
         RemoteOptimizer(optimizer, number, parts, names_of)
@@ -568,7 +572,7 @@ def remote_optimizers(
 
 
 def changed_parameters(optimizer: Optimizer) -> ModelError:
-    """The error for an optimizer whose parameters were changed during the run."""
+    """The error for an optimizer with parameters changed during the run."""
     return ModelError(
         f"The parameters of {type(optimizer).__name__} were changed during the run, by "
         "`add_param_group` perhaps, and the workers do not follow; give it all parameters in "
@@ -609,15 +613,15 @@ def _flattened(state: Mapping[str, Any]) -> dict[str, Any]:
 
 
 class TrainedParameters:
-    """Tells the stages which parameters of hollow layers train.
+    """Reports to the stages which parameters of hollow layers train.
 
     Args:
-        parts: Tells the stages.
+        parts: Reports to the stages.
         names_of: The name of each tensor on its worker.
-        rounded: Stages that keep frozen weights in another dtype than this process.
+        rounded: Stages with frozen weights in another dtype than in this process.
 
     Attributes:
-        ever: The parameters that train at present on the stages, or ever did.
+        ever: The parameters in training on the stages at present or earlier.
     """
 
     def __init__(
@@ -635,10 +639,11 @@ class TrainedParameters:
         return dict(zip(self._names_of, self._flags, strict=True))
 
     def follow(self) -> None:
-        """Freeze parameters on the stages that are frozen here, and train the others.
+        """Freeze the parameters on the stages as they are frozen here, and train the others.
 
         Raises:
-            ModelError: If a stage keeps a parameter in a dtype in which it must not be trained.
+            ModelError: If a stage keeps a newly trained parameter in a dtype only for frozen
+                weights.
         """
         flags = training_flags(self._names_of)
         if flags == self._flags:
@@ -648,7 +653,7 @@ class TrainedParameters:
             self._check_trainable(parameter)
         for changed, requires_grad in ((now - before, True), (before - now, False)):
             self._parts.set_trained([self._names_of[p] for p in changed], requires_grad)
-        # Only now: what was refused is refused again.
+        # Only now: a refused change is refused again.
         self._flags = flags
         self.ever |= now
 

@@ -15,11 +15,11 @@ if TYPE_CHECKING:
 
 
 class NoTwins:
-    """Compares no layer on a worker with that of this process."""
+    """Stands in for `Twins`, without comparisons."""
 
     def ask_again(self, number: int) -> None:
-        """Let a layer answer once more in the next step: something may have changed meanwhile, and
-        its workers were not told. A difference is a warning then.
+        """Let a layer answer once more in the next step: something may have changed meanwhile,
+        without a report to its workers. A difference is a warning then.
 
         Args:
             number: The layer.
@@ -28,35 +28,35 @@ class NoTwins:
     def wanted(
         self, num_microbatches: int, stays: Collection[int] = (), request: Request | None = None
     ) -> list[int]:
-        """The micro-batches that reach all workers whose layers were not compared. Each worker is
+        """The micro-batches that reach all workers with layers not compared yet. Each worker is
         asked for once.
 
         Args:
-            num_microbatches: How many the step has.
+            num_microbatches: The number of micro-batches of the step.
             stays: The micro-batches with their layers in this process.
-            request: The hand-over; None for those of a training step.
+            request: The hand-over; None for a training step's.
         """
         return []
 
     def compare(self, key: Key, request: Request, is_whole: bool) -> None:
-        """Let the layers of a hand-over answer that were not compared; `settle` says what differs.
+        """Let the uncompared layers of a hand-over answer; `settle` reports differences.
 
-        You must begin a step before. Nothing is left behind.
+        You must begin a step before. The answer leaves no trace.
 
         Args:
-            key: The micro-batch, and a visit that no other hand-over of the step has.
+            key: The micro-batch, and a visit of its own in the step.
             request: The hand-over.
-            is_whole: Whether it is a piece of a whole batch, whose layers only workers run.
+            is_whole: Whether it is a piece of a whole batch; only workers run the layers then.
         """
 
     def settle(self, is_first: bool = True) -> None:
-        """Say what differs.
+        """Report differences.
 
         Args:
-            is_first: Whether no batch has been trained before.
+            is_first: Whether this is the first batch or the first check of the run.
 
         Raises:
-            ModelError: If something does, the mode is ``"stop"``, and it is the first batch.
+            ModelError: If a layer differs, the mode is ``"stop"``, and it is the first batch.
         """
 
 
@@ -81,7 +81,7 @@ def _no_hosting(*_: Any) -> NoReturn:
 
 @dataclass(frozen=True)
 class DeploymentParts:
-    """The parts of a deployment; by default those of the core alone.
+    """The parts of a deployment; by default the core's alone.
 
     Args:
         twins: Compares layers on workers with the layers of this process: `Twins`.

@@ -28,14 +28,14 @@ from .._lightning import ProgressBar, RichProgressBar, Tqdm, TQDMProgressBar, pl
 from ..events import Event, Observers, Progressed
 from ..model.override import stand_in
 
-# A shorter transfer shows no progress.
+# Progress is shown from this size on.
 PROGRESS_FROM_BYTES = 256 * 2**20
 
 _NUM_LINES = 4
 
 
 class Progress(Protocol):
-    """Shows how far a long piece of work has come."""
+    """Shows the progress of a long piece of work."""
 
     def advance(self, amount: int) -> None:
         """Note that so much more is done."""
@@ -45,7 +45,7 @@ class Progress(Protocol):
 
 
 class PublishedProgress:
-    """Publishes how far a transfer of tensors has come.
+    """Publishes the progress of a transfer of tensors.
 
     Args:
         observers: Read it.
@@ -72,7 +72,7 @@ class PublishedProgress:
 
 
 class Bars:
-    """Observer that shows each transfer in a bar of its own, as the Trainer shows bars."""
+    """Observer for showing each transfer in a bar of its own, as the Trainer shows bars."""
 
     def __init__(self, trainer: pl.Trainer) -> None:
         self._trainer = trainer
@@ -80,7 +80,7 @@ class Bars:
         self._open: dict[str, tuple[Progress, int]] = {}
 
     def on_event(self, event: Event) -> None:
-        """Show how far a transfer has come."""
+        """Show the progress of a transfer."""
         if not isinstance(event, Progressed):
             return
         if event.what not in self._open:
@@ -95,7 +95,7 @@ class Bars:
 
 
 class ProgressInLines:
-    """Logs a line at each quarter of a long transfer, where there is no progress bar.
+    """Logs a line at each quarter of a long transfer, in place of a progress bar.
 
     Args:
         what: The work, as the beginning of a sentence.
@@ -118,7 +118,7 @@ class ProgressInLines:
             rank_zero_info(f"{self._what}: {done:.1f} of {total:.1f} GiB")
 
     def close(self) -> None:
-        """Leave the lines that were logged."""
+        """Leave the logged lines."""
 
 
 # Refreshes of the training bar over which its tokens per second are averaged.
@@ -137,7 +137,8 @@ _NO_BAR = _Bar(lambda _amount: None, lambda: None)
 
 
 def progress_of_bytes(trainer: pl.Trainer, what: str, num_bytes: int) -> Progress:
-    """A bar for a long transfer of tensors, or lines in the log where the Trainer shows no bar."""
+    """A bar for a long transfer of tensors, or lines in the log if the Trainer does not show
+    bars."""
     if num_bytes < PROGRESS_FROM_BYTES:
         return _NO_BAR
     return _bar(trainer, what, num_bytes, in_bytes=True) or ProgressInLines(what, num_bytes)
@@ -183,7 +184,7 @@ def _rich_bar(what: str, total: int, in_bytes: bool) -> Progress:
 def _line_of_bar(live: RichProgress, what: str, total: int, in_bytes: bool) -> Progress:
     """One more line in the Trainer's own bar: a screen can have only one bar of rich.
 
-    The columns of that bar show whole numbers, so bytes are counted in MiB.
+    The columns of this bar show whole numbers, so bytes are counted in MiB.
     """
     unit, text = (2**20, f"{what} (MiB)") if in_bytes else (1, what)
     task = live.add_task(text, total=max(1, round(total / unit)))
@@ -199,13 +200,13 @@ def _line_of_bar(live: RichProgress, what: str, total: int, in_bytes: bool) -> P
 class TrainingFigures:
     """Tokens per second and the slowest stage in the Trainer's training bar, until `detach`.
 
-    Every bar shows what its ``get_metrics`` returns; that of a user's own bar is called first.
+    Every bar shows the result of its ``get_metrics``; the user's own bar's is called first.
 
     Args:
-        trainer: The Trainer that owns the bar.
+        trainer: The owner of the bar.
         num_tokens: Returns the number of tokens trained on so far.
         bottleneck: Returns the slowest stage; empty while it is unknown.
-        clock: Returns seconds that only grow.
+        clock: Returns growing seconds.
     """
 
     def __init__(
@@ -243,7 +244,7 @@ class TrainingFigures:
 
 @dataclass(frozen=True)
 class _WithFigures:
-    """A bar's ``get_metrics`` with the figures of this run. A copy adds no figures."""
+    """A bar's ``get_metrics`` with the figures of this run. A copy does not add figures."""
 
     get_metrics: Callable[..., dict[str, Any]]
     figures: Callable[[], dict[str, str]]

@@ -1,15 +1,15 @@
 """The way back of a lost worker: another process gets its layers, its state and its messages.
 
     lost       its channel has ended for good
-    dialled    the same worker, of which another process may serve by now; else an idle worker; else
+    dialled    the same worker, maybe with another process by now; else an idle worker; else
                a second process on a machine of the run
     restored   the latest content of its layers: from the snapshot, else as they were sent
-    linked     its neighbors talk to it, and send again what they kept for the lost one
-    repeated   it gets again what the lost one was told since the snapshot, in the same order
+    linked     its neighbors talk to it, and send again the messages kept for the lost worker
+    repeated   it gets again the coordinator's messages since the snapshot, in the same order
 
-All others just wait. Only while layers move, they begin anew too: each worker gets the layers and
-the state that it had before the move. Repeated messages of a new process are dropped: each step is
-seen once. All of this happens in the thread that waits for the workers, inside its wait.
+All others just wait. Only while layers move, they begin anew too: each worker gets its layers and
+its state from before the move. Repeated messages of a new process are dropped: each step is seen
+once. All of this happens inside the waiting thread's wait for the workers.
 """
 
 from __future__ import annotations
@@ -54,10 +54,10 @@ from .worker_stages import Holdings, kind_of
 if TYPE_CHECKING:
     from .steps import RemoteStages
 
-# Between two attempts to reach a worker that is about to start again.
+# Between two attempts to reach a worker about to start again.
 _BETWEEN_DIALS_SECONDS = 0.1
 _MOST_UNDER_WAY = 2
-# Where nobody comes back in time, so many attempts may end since a process that came is lost too.
+# After the time to come back, so many attempts may end because a new process is lost too.
 _MOST_TRIES_ELSEWHERE = 3
 # So long a move waits for the snapshot before it.
 _MOST_HELD_SECONDS = 30.0
@@ -86,14 +86,14 @@ class Replacements(RunPart):
 
     Args:
         settings: The user's wishes.
-        folder: Where files may lie; a folder for this run is made in it.
+        folder: The place for files; a folder for this run is made in it.
         connections: The workers.
-        layers: The layers that they hold.
+        layers: The layers on the workers.
         stages: Runs the steps.
-        observers: Read who is lost, and how far a process in a lost one's place has come.
+        observers: Read the losses, and the progress of replacements.
 
     Attributes:
-        losses: All of the run, in their order.
+        losses: All losses of the run, in their order.
 
     Raises:
         SaveError: If the folder cannot be written.
@@ -120,13 +120,13 @@ class Replacements(RunPart):
         self._files = self._snapshots.files
         self._takeovers = Takeovers(connections, self._need_of)
         self._store = FrameStore()
-        # The latest loss of each worker that was lost.
+        # The latest loss of each lost worker.
         self._loss: dict[Member, Loss] = {}
-        # What was before the move that is under way.
+        # The state before the present move.
         self._before: _Before | None = None
-        # What the last bits depended on when the layers were sent.
+        # The kind behind each worker's last bits when the layers were sent.
         self._kinds: dict[Member, tuple[str, ...]] = {}
-        # What each worker keeps of its messages to others.
+        # The bytes of each worker's kept messages to others.
         self._sent_bytes: dict[Member, int] = {}
         connections.asides[m.CaughtUp] = self._on_caught_up
         connections.asides[m.SentKept] = self._on_sent_kept
@@ -137,7 +137,7 @@ class Replacements(RunPart):
         self._store.close()
 
     def begin(self, sources: Sources, rounded: Collection[str]) -> None:
-        """Keep from now on what is said: the workers have their layers, and no step has run."""
+        """Keep all messages from now on: the workers have their layers, and steps begin next."""
         before, self._before = self._before, None
         has_snapshot = before is None or before.has_snapshot
         self._snapshots.follow(sources, rounded, has_snapshot)
@@ -152,16 +152,16 @@ class Replacements(RunPart):
         self._connections.broadcast(m.KeepSent(MOST_IN_MEMORY_BYTES))
 
     def connect_again(self, cause: WorkerLost, num_losses: int) -> None:
-        """Open a session anew with each worker, since one was lost while the layers were sent.
+        """Open a session anew with each worker, after a loss while the layers were sent.
 
-        Nothing has run yet, and all layers are here or in their checkpoint: send them again.
+        Steps have not begun, and all layers are here or in their checkpoint: send them again.
 
         Args:
             cause: The loss.
-            num_losses: How many there were, this one included.
+            num_losses: The number of losses, with this one.
 
         Raises:
-            WorkerLost: If there were too many, or no process is there in time.
+            WorkerLost: If there were too many, or a process is not there in time.
         """
         connections, workers = self._connections, [*self._connections.workers]
         if num_losses >= MOST_LOSSES_IN_A_STEP or connections.is_ending():
@@ -190,15 +190,15 @@ class Replacements(RunPart):
     def spooled(
         self, worker: int, contents: Contents, is_wanted: Callable[[str], bool]
     ) -> Contents:
-        """Keep what a worker gets for one that takes its place, as far as it is wanted."""
+        """Keep a worker's wanted tensors for its replacement."""
         return self._files.spooled(worker, contents, is_wanted)
 
     # moves
 
     def before_move(self) -> None:
-        """Take a snapshot, with which workers come back that are lost in the move or behind it.
+        """Take a snapshot, to restore workers lost during or after the move.
 
-        A worker that still repeats what a lost one has done would do so in the middle of the move.
+        A worker still repeating a lost one's work would do so in the middle of the move.
         """
         end_seconds = time.monotonic() + _MOST_HELD_SECONDS
         while True:
@@ -221,7 +221,7 @@ class Replacements(RunPart):
 
     @property
     def kept_bytes(self) -> int:
-        """The bytes of the messages to the workers, and of theirs to others, since the latest
+        """The bytes of the messages to the workers, and of the workers' to others, since the latest
         snapshot."""
         return self._store.num_bytes + sum(self._sent_bytes.values())
 
@@ -238,7 +238,7 @@ class Replacements(RunPart):
         """Put another process in the place of a lost worker.
 
         Returns:
-            Why that is not possible, as a sentence; None if the run can go on.
+            Why this is not possible, as a sentence; None if the run can go on.
 
         Raises:
             MoveUndone: If layers were moving. All are where they were before.
@@ -258,8 +258,8 @@ class Replacements(RunPart):
     # back to what was before a move
 
     def on_failed_move(self, error: BaseException) -> None:
-        """Let all be as before a move if a worker's code raised in it, for want of memory for
-        example.
+        """Go back to the state before a move if a worker's code raised in it, for want of memory
+        for example.
 
         Raises:
             MoveUndone: If all layers are where they were before.
@@ -270,15 +270,15 @@ class Replacements(RunPart):
         self._before = None
 
     def _undo(self, before: _Before, worker: Member | None, cause: HeteroError) -> str:
-        """Let all workers have what they had before a move.
+        """Give all workers their layers from before a move.
 
         Args:
             before: The state before the move.
-            worker: The one that was lost; None if all are there.
+            worker: The lost worker; None if all are there.
             cause: Why the move has ended.
 
         Returns:
-            Why that is not possible, as a sentence. No weights come home then.
+            Why this is not possible, as a sentence. The weights are lost then.
 
         Raises:
             MoveUndone: If all layers are where they were before.
@@ -308,11 +308,11 @@ class Replacements(RunPart):
         ) from cause
 
     def _go_back(self, before: _Before, worker: Member | None, cause: HeteroError) -> None:
-        """Note that all workers are to get what they had before a move; see `_undo`."""
+        """Note that all workers get back their layers from before a move; see `_undo`."""
         connections = self._connections
         self._files.forget_sent()
         self._layers.holdings, self._layers.deployed = before.holdings, before.deployed
-        # One that is cut off takes no other session before it has heard a Goodbye.
+        # A cut-off worker takes another session only after a Goodbye.
         also_lost = [
             each for each in before.journals if each is not worker and not self._are_there([each])
         ]
@@ -328,7 +328,7 @@ class Replacements(RunPart):
 
     @property
     def _lost(self) -> list[Member]:
-        """The workers that are being replaced, and are not restored yet.
+        """The workers in replacement, and not restored yet.
 
         Workers with an ended process come first: the others are there.
         """
@@ -339,7 +339,7 @@ class Replacements(RunPart):
         """Restore lost workers, as soon as processes are there for them.
 
         Raises:
-            HeteroError: If nobody comes in time, or a worker cannot be restored.
+            HeteroError: If a process does not come in time, or a worker cannot be restored.
         """
         num_tries = 0
         while True:
@@ -351,8 +351,8 @@ class Replacements(RunPart):
             time.sleep(_BETWEEN_DIALS_SECONDS)
 
     def _begin_idle(self, worker: Member, wait_seconds: float) -> None:
-        """Begin a session anew with a worker that had no layers before a move; go on without it if
-        that is not possible in time."""
+        """Begin a session anew with a worker without layers before a move; go on without it if this
+        is not possible in time."""
         connections, layers = self._connections, self._layers
         end_seconds = time.perf_counter() + wait_seconds
         seed = next(deployed.seed for deployed in layers.deployed.values())
@@ -376,15 +376,15 @@ class Replacements(RunPart):
             time.sleep(_BETWEEN_DIALS_SECONDS)
 
     def _is_late(self) -> bool:
-        """Whether the time is over in which the latest of the lost workers may come back."""
+        """Whether the time for the latest of the lost workers to come back is over."""
         latest_seconds = max(self._loss[worker].began_seconds for worker in self._lost)
         return time.perf_counter() >= latest_seconds + self._settings.wait_seconds
 
     def _note_lost(self, worker: Member, cause: HeteroError) -> None:
-        """Note that a worker is to be replaced.
+        """Note a lost worker to replace.
 
         Raises:
-            WorkerError: If that is not possible.
+            WorkerError: If this is not possible.
         """
         if (obstacle := self._obstacle(worker.journal, worker.row)) is not None:
             raise WorkerError(obstacle)
@@ -402,7 +402,7 @@ class Replacements(RunPart):
             raise WorkerError(refusal)
 
     def _check_may_come_again(self, worker: Member) -> None:
-        """Refuse to replace a worker that is lost again and again in the present step.
+        """Refuse to replace a worker lost again and again in the present step.
 
         Raises:
             WorkerError: With the number of its losses.
@@ -423,8 +423,8 @@ class Replacements(RunPart):
         return Loss(worker, self._connections.step, str(cause), now, worker.where)
 
     def _obstacle(self, journal: Journal | None, row: Row) -> str | None:
-        """Why a worker with this journal and row cannot be replaced at present, as a sentence; None
-        if it can."""
+        """Why a worker with this journal and row cannot be replaced at present, as a sentence, if
+        it cannot."""
         if self._layers.is_between_plans and journal is None:
             return "Layers were moving."
         if journal is None:
@@ -444,14 +444,14 @@ class Replacements(RunPart):
         return journal.fault
 
     def _is_restored(self, is_late: bool, is_last_try: bool) -> bool:
-        """Try to restore all lost workers; others that are lost meanwhile join them.
+        """Try to restore all lost workers, and others lost meanwhile.
 
         Args:
-            is_late: Whether the time is over in which they may come back.
-            is_last_try: Whether no other try follows.
+            is_late: Whether the time to come back is over.
+            is_last_try: Whether this is the last try.
 
         Raises:
-            WorkerError: If a worker cannot be replaced, or it is late and nobody is there.
+            WorkerError: If a worker cannot be replaced, or if it is late and a process is missing.
             ChannelError: If a new process was lost in the last try.
         """
         began_seconds, connections = time.perf_counter(), self._connections
@@ -466,7 +466,7 @@ class Replacements(RunPart):
             for other in connections.workers:
                 if other not in lost and not other.channel.peer_answers(connections.leaving()):
                     self._note_lost(other, error)
-            # One new process may not have reached another, which was lost in its turn.
+            # One new process may not have reached another, lost in its turn.
             is_hopeless = is_last_try or (
                 is_late
                 and isinstance(error, WorkerUnreachable)
@@ -481,7 +481,7 @@ class Replacements(RunPart):
             loss = self._loss[worker]
             loss.note_restored(began_seconds, now_seconds, self._snapshots.step, num_bytes)
             if loss not in self.losses:
-                continue  # it goes back to where it was before a move, in which another was lost
+                continue  # it goes back to its state before a move; another was lost in the move
             rank_zero_info(
                 f"{worker} has its layers again {now_seconds - loss.began_seconds:.2f} s after the "
                 f"loss: {began_seconds - loss.began_seconds:.2f} s until a process served, and "
@@ -501,10 +501,10 @@ class Replacements(RunPart):
         return True
 
     def _carry_out(self, phase: Phase, is_late: bool) -> None:
-        """Do for the lost workers in a phase what the roster has next for them.
+        """Take the roster's next step for the lost workers in a phase.
 
         Raises:
-            WorkerError: If a worker cannot be replaced, or nobody is there yet.
+            WorkerError: If a worker cannot be replaced, or a process is not there yet.
             ChannelError: If a worker is lost meanwhile.
         """
         workers = [worker for worker in self._lost if worker.row.phase is phase]
@@ -517,10 +517,10 @@ class Replacements(RunPart):
             self._link(workers)
 
     def _note_failed(self, lost: Collection[Member]) -> None:
-        """Note the new processes that were lost while they got the layers of lost workers.
+        """Note the new processes lost while they got the layers of lost workers.
 
         Raises:
-            WorkerError: If that was so too often.
+            WorkerError: If this has happened too often.
         """
         for worker in lost:
             if not self._are_there([worker]):
@@ -535,10 +535,10 @@ class Replacements(RunPart):
         """Dial the process in the place of each lost worker: its own next one, else an idle worker,
         else a second process on a machine of the run.
 
-        A machine that is back can serve for others too, so those come first.
+        A machine that is back can serve for others too, so such machines come first.
 
         Raises:
-            WorkerUnreachable: If there is none.
+            WorkerUnreachable: If a process is missing.
             ChannelError: If another worker is lost meanwhile.
         """
         absent: dict[Member, WorkerUnreachable] = {}
@@ -546,10 +546,10 @@ class Replacements(RunPart):
         for worker in lost:
             own_name = worker.row.own_name
             try:
-                # One that has joined may be another machine now.
+                # A joined worker may be another machine now.
                 self._seat(worker, own_name, partial(dial_again, worker, own_name))
             except WorkerUnreachable as error:
-                # Nobody starts a second process again but this run.
+                # Only this run starts a second process again.
                 if not (is_late or worker.row.is_beside):
                     raise
                 absent[worker] = error
@@ -565,7 +565,7 @@ class Replacements(RunPart):
         """Dial a second process on a machine of the run in the place of a lost worker.
 
         Raises:
-            WorkerUnreachable: If no machine can start one, or has the memory.
+            WorkerUnreachable: If the machines cannot start a process, or lack the memory.
             ChannelError: If another worker is lost meanwhile.
         """
         reasons: list[str] = []
@@ -587,7 +587,7 @@ class Replacements(RunPart):
         )
 
     def _need_of(self, worker: Member) -> int:
-        """The least bytes that a worker's layers take."""
+        """The least bytes of a worker's layers."""
         stages = self._layers.holdings.stages_of(worker)
         parameters = chain.from_iterable(stage.spec(0).parameters for stage in stages)
         return needed_bytes(parameters, self._files.num_bytes(worker.number))
@@ -606,12 +606,12 @@ class Replacements(RunPart):
         """Dial a process in the place of a lost worker.
 
         Args:
-            worker: The lost one.
+            worker: The lost worker.
             place: Where the process is, in words; the own name of a worker.
             dial: Opens the session with it.
 
         Raises:
-            WorkerUnreachable: If nobody answers, or the process cannot hold the layers.
+            WorkerUnreachable: If the process does not answer, or cannot hold the layers.
         """
         before, own_name = worker.equipment, worker.row.own_name
         dial()
@@ -627,15 +627,15 @@ class Replacements(RunPart):
             )
 
     def _check_can_hold(self, worker: Member) -> None:
-        """Refuse a process that lacks what the lost worker's layers need.
+        """Refuse a process without the abilities needed by the lost worker's layers.
 
         Raises:
-            WorkerError: With what it lacks.
+            WorkerError: With the missing abilities.
         """
         holdings = self._layers.holdings
         for stage in holdings.stages_of(worker):
             stage.check_can_be_held(worker)
-        # Before the layers are sent, nothing depends on the kind.
+        # The kind matters only after the layers are sent.
         kind = kind_of(worker.equipment)
         has_other_kind = kind != self._kinds.get(worker, kind)
         if has_other_kind and any(holdings.steps_alike(number) for number in worker.stages):
@@ -649,7 +649,7 @@ class Replacements(RunPart):
         """Refuse to go on with too few machines; one may serve for a lost worker beside its own.
 
         Raises:
-            WorkerError: If there are fewer than the user wants.
+            WorkerError: If there are fewer than the user's least number.
         """
         machines = {str(worker.address) for worker in self._connections.workers}
         if reason := too_few(machines, self._settings.least_workers):
@@ -659,7 +659,7 @@ class Replacements(RunPart):
         """Give new processes the layers of lost workers, and their state.
 
         Raises:
-            ChannelError: If one is lost.
+            ChannelError: If a worker is lost.
         """
         for worker in lost:
             before = self._layers.deployed[worker]
@@ -671,16 +671,16 @@ class Replacements(RunPart):
             self._sent_bytes.pop(worker, None)
             worker.channel.send(m.Replay(self._snapshots.step))
         for worker in lost:
-            # It dials the workers behind it, and a new one has its layers by now.
+            # It dials the workers after it, and a new one has its layers by now.
             self._requests.send_alone(worker, m.Launch()).alone(m.Done)
             self._connections.note(What.LOADED, worker)
 
     def _link(self, lost: Collection[Member]) -> None:
-        """Let the neighbors of new processes know them, and say again what was said since.
+        """Introduce new processes to their neighbors, and repeat the messages since the snapshot.
 
         Raises:
             WorkerUnreachable: If two processes cannot reach each other.
-            ChannelError: If one is lost.
+            ChannelError: If a worker is lost.
         """
         self._relink(lost)
         for worker in lost:
@@ -690,7 +690,7 @@ class Replacements(RunPart):
         self._connections.note(What.RESTORED)
 
     def _repeat(self, worker: Member, journal: Journal) -> None:
-        """Tell a new process what the lost worker was told since the snapshot."""
+        """Send a new process the messages to the lost worker since the snapshot."""
         channel = worker.channel
         for message, read in journal.repeat():
             channel.send_again(message, read)
@@ -708,7 +708,7 @@ class Replacements(RunPart):
             answer.alone(m.Done)
 
     def _rest(self, worker: Member) -> Iterator[Frame]:
-        """The tensors of a worker that are in no file, from the checkpoint of the model."""
+        """The tensors of a worker outside of all files, from the checkpoint of the model."""
         stages, names = self._layers.holdings.stages_of(worker), self._files.names(worker.number)
         for stage in stages:
             missing = {name for name in stage.names if name not in names}
@@ -716,11 +716,11 @@ class Replacements(RunPart):
                 yield Frame(m.LoadTensor(name, list(state)), (tensor, *state.values()))
 
     def _relink(self, lost: Collection[Member]) -> None:
-        """Let the others talk to new processes, and send them again what they kept.
+        """Let the others talk to new processes, and send them again their kept messages.
 
         Raises:
             WorkerUnreachable: If one of the others cannot reach a new process.
-            ChannelError: If one is lost.
+            ChannelError: If a worker is lost.
         """
         pairs = self._layers.holdings.placement.neighbors
         for worker in lost:

@@ -1,4 +1,4 @@
-"""The coordinator's side of replicas: a stage that it holds beside workers, and sums of gradients.
+"""The coordinator's side of replicas: a stage held by it and by workers, and sums of gradients.
 
 For some micro-batches its layers run here, for the others on the workers:
 
@@ -8,10 +8,10 @@ For some micro-batches its layers run here, for the others on the workers:
 The weights here are ordinary ones to Lightning: clipping, scaling, the optimizer and checkpoints
 see them. Workers send their sums of gradients when their last backward has run; they are added in
 the plan's order of the processes before Lightning looks at them. Before the next hidden states
-leave, the workers get what has changed.
+leave, the workers get the changed tensors.
 
 With ``optimizer: split`` workers own a part of the parameters. Of these the sums here go to their
-owner instead, layer by layer in the last backward through the layers, and no gradient stays; the
+owner instead, layer by layer in the last backward through the layers, and leave this process; the
 owner steps, and its weights are here before Lightning's step ends.
 """
 
@@ -47,24 +47,24 @@ from .member import Member
 if TYPE_CHECKING:
     from .steps import RemoteStages
 
-# What is exchanged, the number of the exchange, and the worker that sends it.
+# The content, the number of the exchange, and the sending worker.
 _Part = tuple[m.ReplicaContent, int, Member]
 
 
 class ReplicaExchange:
     """The exchange between this process and the workers with the same stage.
 
-        this process ─ sums ─▶ worker       of the parameters that the worker owns, if it owns any
-        worker ─ sums ─▶ this process       of those that this process owns
-        worker ─ weights ─▶ this process    of those that the worker owns, when it has stepped them
+        this process ─ sums ─▶ worker       of the parameters owned by the worker, if it owns any
+        worker ─ sums ─▶ this process       of the parameters owned by this process
+        worker ─ weights ─▶ this process    of the parameters owned by the worker, after its step
 
     Stepped parameters of this process go to workers like any tensor changed here.
 
     Args:
         remote: Knows the form and the owner of each tensor.
-        names: The parameters of the layers that this process holds too.
+        names: The parameters of the layers in this process too.
         copies: Copies tensors from the device.
-        recorder: Takes a span for each message, and for the time that this process waits.
+        recorder: Takes a span for each message, and for the waits of this process.
     """
 
     def __init__(
@@ -76,24 +76,24 @@ class ReplicaExchange:
         self._recorder = recorder
         self._parts: dict[_Part, dict[str, Tensor]] = {}
         self._whole: set[_Part] = set()
-        # The latest exchange of which everything was used.
+        # The latest complete exchange.
         self._latest = 0
         remote.connections.tensor_asides[m.ReplicaTensors] = self._take_recorded
 
     def detach(self) -> None:
-        """Take nothing more."""
+        """Refuse further tensors."""
         self._remote.connections.tensor_asides[m.ReplicaTensors] = refuse_unasked
 
     def send_sums(
         self, number: int, worker: Member, sums: Mapping[str, Tensor], is_last: bool = True
     ) -> None:
-        """Send a worker the gradients here of what it owns; they must not change any more.
+        """Send a worker the gradients here of its own parameters; they must not change afterwards.
 
         Args:
             number: The exchange.
             worker: Their owner.
-            sums: Each takes the place of one that was sent before in this exchange.
-            is_last: Whether no more of them follow.
+            sums: Each takes the place of an earlier one in this exchange.
+            is_last: Whether they are the last ones.
         """
         for group, is_end in in_frames(sums.items()):
             names, is_whole = [*group], is_end and is_last
@@ -105,16 +105,17 @@ class ReplicaExchange:
     def await_all(
         self, content: m.ReplicaContent, number: int, workers: Sequence[Member]
     ) -> dict[str, dict[str, Tensor]]:
-        """Wait for what these workers send in an exchange; returns it by worker and parameter."""
+        """Wait for the tensors from these workers in an exchange; returns them by worker and
+        parameter."""
         connections = self._remote.connections
         connections.check_usable()
         parts = [(content, number, worker) for worker in workers]
         with self._recorder.span("wait", message=EXCHANGED):
             while not self._whole.issuperset(parts):
-                # What else comes is left over from an earlier step.
+                # Other messages are left over from an earlier step.
                 connections.hear(connections.deadlines.progress_seconds)
         found = {part[2].name: self._parts[part] for part in parts}
-        # What an aborted step has left goes too.
+        # The leftovers of an aborted step go too.
         self._whole.clear()
         self._parts.clear()
         self._latest = number
@@ -128,10 +129,10 @@ class ReplicaExchange:
             self._take(worker, message, tensors)
 
     def _take(self, worker: Member, message: m.ReplicaTensors, tensors: Sequence[Tensor]) -> None:
-        """Take what a worker has sent.
+        """Take the tensors from a worker.
 
         Raises:
-            RemoteProtocolError: If it is nothing that the worker may send.
+            RemoteProtocolError: If the worker may not send them.
         """
         part = message.content, message.round, worker
         is_known = message.round <= self._latest or part in self._whole
@@ -151,7 +152,7 @@ class ReplicaExchange:
             self._whole.add(part)
 
     def _check_owner(self, worker: Member, content: m.ReplicaContent, name: str) -> None:
-        """Refuse sums of what this process does not own, and weights of what the worker does not.
+        """Refuse sums not owned by this process, and weights not owned by the worker.
 
         Raises:
             RemoteProtocolError: With the parameter's name.
@@ -169,13 +170,13 @@ class HostedReplicas:
     """The layers of which this process is a replica. Implements `HostedLayers` for the driver.
 
     Args:
-        placement: Says which micro-batches this process runs; it must have a hosted stage.
+        placement: Says which micro-batches run in this process; it must have a hosted stage.
         layers: The layers of the hosted stage by their numbers.
         remote: Has deployed them.
         stages: Runs the steps of the stages on workers.
         recorder: Records the spans of this process.
-        hollow: The run of hollow layers that they belong to.
-        open_exchange: Returns the number of the present step's exchange, which may have begun.
+        hollow: The hollow layers with these among them.
+        open_exchange: Returns the number of the present step's exchange, and begins it if needed.
 
     Attributes:
         placement: As given; other shares may take its place between two steps.
@@ -212,13 +213,13 @@ class HostedReplicas:
         self.given = {tensor: name for tensor, name in self.names_of.items() if name in owned}
         self._exchange = ReplicaExchange(remote, self.names_of.values(), self._copies, recorder)
         self._sent = self._states()
-        # The gradients that have gone to owners in this step, and those that were left here within
-        # an accumulation window.
+        # The gradients gone to owners in this step, and the gradients left here within an
+        # accumulation window.
         self._early: dict[str, Stamp] = {}
         self._left: dict[str, Stamp] = {}
-        # The sum of the bits of each given parameter as its owner has it.
+        # The sum of the bits of each given parameter on its owner.
         self._bits: dict[str, int] = {}
-        # The names of tensors that may have changed without a trace since they were sent.
+        # The names of tensors possibly changed without a trace since they were sent.
         self._stale: set[str] = set()
         self._was_in_turn: bool | None = None
         # The optimizer steps since weights were compared.
@@ -226,7 +227,7 @@ class HostedReplicas:
 
     @property
     def processes(self) -> tuple[str, ...]:
-        """The replicas in the plan's order, which is that of sums."""
+        """The replicas in the plan's order, also the order of sums."""
         return self.placement.stage(self._number).processes
 
     @property
@@ -236,7 +237,7 @@ class HostedReplicas:
         return [named(name) for name in self.placement.stage(self._number).workers]
 
     def detach(self) -> None:
-        """Take no more sums: the layers have moved, and this process may be no replica any more."""
+        """Refuse further sums: the layers have moved, maybe away from this process."""
         self._exchange.detach()
 
     def stays(self, microbatch: int) -> bool:
@@ -248,12 +249,12 @@ class HostedReplicas:
     def running(
         self, enter: Callable[[Tensor, bool], Tensor], leave: Callable[[], None]
     ) -> AbstractContextManager[None]:
-        # Behind other stages, and before them, the graph is cut at the hand-over.
+        # After other stages, and before them, the graph is cut at the hand-over.
         is_only = len(self.placement.stages) == 1
         return self._hollow.running_here(*((enter, leave) if is_only else ()))
 
     def note_present(self) -> None:
-        """Note that the workers have what is here: the weights have moved to their device."""
+        """Note that the workers have the tensors here: the weights have moved to their device."""
         self._sent = self._states()
         self._stale.clear()
         self._bits = self._present_bits()
@@ -266,41 +267,40 @@ class HostedReplicas:
         return hooks
 
     def _note_step(self, optimizer: Optimizer, *_arguments: Any) -> None:
-        """Some optimizers write to memory behind torch's back, so all that it has stepped has
-        changed."""
+        """Some optimizers write to memory without torch's notice, so all stepped parameters count
+        as changed."""
         parameters = (p for group in optimizer.param_groups for p in group["params"])
         stepped = (p for p in parameters if p.requires_grad or p.grad is not None)
         self.note_changed(p for p in stepped if p not in self.given)
         self._num_steps += 1
 
     def note_changed(self, tensors: Iterable[Tensor]) -> None:
-        """Note that tensors may have changed."""
+        """Note possible changes of tensors."""
         self._stale.update(self.names_of[t] for t in tensors if t in self.names_of)
 
     def note_averages(self) -> None:
         """Note that every process changes its averages of the weights, or swaps them: workers have
-        averages of their own, which are not those of the whole stage."""
+        averages of their own, and not of the whole stage."""
         self._stale.update(name for name, t in self._present() if t.is_floating_point())
 
     def follow(self, is_trial: bool = False) -> None:
-        """Send the workers what has changed here; the next hidden states find it there.
+        """Send the workers the tensors changed here; the next hidden states find them there.
 
-        Does not wait: the layers' arguments come behind it over the same connection, and no forward
-        begins without them.
+        Does not wait: the layers' arguments come after them over the same connection, and a forward
+        begins only with its arguments.
 
         Args:
             is_trial: Whether the hidden states belong to a trial within a step.
 
         Raises:
-            ModelError: If another parameter was put in the place of one of the layers, or has got a
-                hook.
+            ModelError: If a parameter of the layers was replaced by another one, or has got a hook.
         """
         if is_trial:
-            self._check_hooks()  # before a difference that a hook makes
+            self._check_hooks()  # before a difference made by a hook
         is_in_turn = is_trial or current_turn() is not None
         if self._was_in_turn not in (None, is_in_turn):
-            # Averages may take the place of weights for an evaluation. What is written through
-            # `.data` leaves no trace.
+            # Averages may take the place of weights for an evaluation. Writes through `.data` do
+            # not leave a trace.
             self.note_changed(p for p in self.names_of if p.requires_grad)
         self._was_in_turn = is_in_turn
         found = self._states()
@@ -315,7 +315,7 @@ class HostedReplicas:
                 self._bits = self._present_bits()
 
     def follow_given(self) -> None:
-        """Send what has changed here of the parameters that workers are about to step."""
+        """Send the parameters changed here and about to be stepped by workers."""
         self._note_other_bits()
         names, found = {*self.given.values()}, self._states()
         changed = {n for n in names if n in self._stale or found[n] != self._sent[n]}
@@ -326,8 +326,8 @@ class HostedReplicas:
             self._bits = self._present_bits()
 
     def _note_other_bits(self) -> None:
-        """Note the given parameters with other bits than their owners have: what is written through
-        `.data` leaves no other trace, and nobody sends them after each step."""
+        """Note the given parameters with other bits than on their owners: writes through `.data` do
+        not leave another trace, and the parameters are not sent after each step."""
         found = self._present_bits().items()
         self._stale.update(name for name, bits in found if bits != self._bits.get(name))
 
@@ -352,7 +352,7 @@ class HostedReplicas:
                 )
 
     def _send(self, names: Collection[str]) -> None:
-        """Send all workers these tensors; those in 4 bits go one by one, with their state."""
+        """Send all workers these tensors; tensors in 4 bits go one by one, with their state."""
         plain: dict[str, Tensor] = {}
         for name, (owner, leaf) in self._held.items():
             if name in names:
@@ -372,10 +372,10 @@ class HostedReplicas:
             send_copied(worker.channel, (message, tensors), self._copies)
 
     def compare(self) -> None:
-        """Compare the trained tensors of the workers with those here, which were sent to them.
+        """Compare the trained tensors of the workers with the tensors sent to them from here.
 
         Raises:
-            WorkerError: If a worker has other ones.
+            WorkerError: If a worker's tensors differ.
         """
         contents = {
             name: Content(_tensor_at(owner, leaf), state_of(owner, leaf))
@@ -395,8 +395,8 @@ class HostedReplicas:
                 )
 
     def note_gradients(self) -> None:
-        """Note the gradients within an accumulation window: here are the sums of the micro-batches
-        of this process alone."""
+        """Note the gradients within an accumulation window: they are sums over this process's own
+        micro-batches."""
         named = ((name, parameter.grad) for parameter, name in self.names_of.items())
         self._left = {name: Stamp.of(g) for name, g in named if g is not None}
 
@@ -418,9 +418,9 @@ class HostedReplicas:
             accumulates: Whether they add to the present gradients.
 
         Raises:
-            ModelError: If a parameter of the layers has a hook, if the gradients that they add to
-                were changed here, or if one of the layers' tensors has changed inside: other
-                micro-batches ran with another one.
+            ModelError: If a parameter of the layers has a hook, if the present gradients were
+                changed here, or if a tensor of the layers has changed inside: other micro-batches
+                ran with another content.
         """
         if accumulates:
             self._check_gradients()
@@ -431,7 +431,7 @@ class HostedReplicas:
         self._early.clear()
         yield
         for worker in self.workers:
-            # What is being sent must not change.
+            # Tensors must not change while they are sent.
             worker.channel.wait_until_sent(0, self._remote.connections.leaving())
         changed = [name for name, state in self._states().items() if state != before[name]]
         if changed:
@@ -444,18 +444,18 @@ class HostedReplicas:
 
     @property
     def has_given_gradients(self) -> bool:
-        """Whether there are gradients here that belong to workers."""
+        """Whether there are gradients here for workers."""
         return any(parameter.grad is not None for parameter in self.given)
 
     def add_gradients(self, number: int) -> None:
-        """Add up the gradients of all replicas, in the plan's order of the processes: here those of
-        the parameters that this process owns, and the others where their owners are.
+        """Add up the gradients of all replicas, in the plan's order of the processes, each on the
+        owner of its parameter.
 
         Args:
-            number: The exchange for which the workers were asked.
+            number: The exchange asked of the workers.
 
         Raises:
-            WorkerError: If a worker has other weights than this process; that is looked at after
+            WorkerError: If a worker has other weights than this process; they are compared after
                 each hundredth optimizer step.
         """
         self._give_gradients(number)
@@ -475,8 +475,8 @@ class HostedReplicas:
 
     @contextmanager
     def sending_early(self) -> Iterator[None]:
-        """Inside, the last backward of a step through the layers runs. What belongs to workers goes
-        to them layer by layer, if an optimizer steps behind the batch."""
+        """Inside, the last backward of a step through the layers runs. The workers' gradients go to
+        them layer by layer, if an optimizer steps after the batch."""
         if not self._stages.is_before_step or not self.given:
             yield
             return
@@ -501,7 +501,7 @@ class HostedReplicas:
         """Send owners the rest of their gradients.
 
         Raises:
-            ModelError: If one that has gone to its owner was dropped here since.
+            ModelError: If a gradient sent to its owner was dropped here since.
         """
         if not self._is_split:
             return
@@ -525,7 +525,7 @@ class HostedReplicas:
             parameter.grad = None
 
     def take_weights(self, number: int) -> None:
-        """Wait for the weights that workers have stepped, in the exchange of that number."""
+        """Wait for the weights stepped by workers, in the exchange of this number."""
         if not self._is_split:
             return
         found = self._exchange.await_all("weights", number, self.workers)
@@ -547,7 +547,7 @@ class HostedReplicas:
 
 
 def _held_tensors(layers: Mapping[int, nn.Module]) -> dict[str, tuple[nn.Module, str]]:
-    """The module that owns each tensor, and its name there, by its name on the workers; a tensor
+    """The owning module of each tensor, and its name there, by its name on the workers; a tensor
     with two names comes once."""
     return {name: locate(layers, name)[:2] for name in dict.fromkeys(first_names(layers).values())}
 

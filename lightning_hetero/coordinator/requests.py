@@ -1,6 +1,6 @@
 """The table of open requests: each has a number, and each answer is taken by its number.
 
-An answer for which nobody waits any more, after Ctrl-C for example, is dropped when it comes.
+An answer that is no longer awaited, after Ctrl-C for example, is dropped when it comes.
 """
 
 from __future__ import annotations
@@ -52,14 +52,14 @@ class Answer:
     Args:
         requests: The table.
         message: The request, with its number.
-        asked: The worker that gets it.
-        worker: The worker that answers.
+        asked: The receiver of the request.
+        worker: The answering worker.
 
     Attributes:
         arrived: The unused arrivals.
-        is_over: Whether nothing more comes.
-        error: Why the last message does not come; None if it comes.
-        is_dropped: Whether nobody waits for it any more.
+        is_over: Whether it is complete, or has failed.
+        error: Why the last message does not come, if so.
+        is_dropped: Whether it is no longer awaited.
     """
 
     requests: Requests
@@ -72,11 +72,11 @@ class Answer:
     is_dropped: bool = False
 
     def result(self, kind: type[Wanted]) -> Wanted:
-        """Wait for the last message, which is of this class; see `Requests.parts`."""
+        """Wait for the last message, of this class; see `Requests.parts`."""
         return [message for _, message, _ in self.requests.parts([self], kind)][-1]
 
     def alone(self, kind: type[Wanted]) -> Wanted:
-        """`result`, while nothing else is heard; see `Connections.await_alone`."""
+        """`result`, with all other messages heard later; see `Connections.await_alone`."""
         self.requests.connections.await_alone(self)
         return self.result(kind)
 
@@ -92,13 +92,13 @@ class Requests:
         self.connections = connections
         self._open: dict[int, Answer] = {}
         self._num_requests = 0
-        # The first answer of each worker behind the latest step that was given up.
+        # The first answer of each worker after the latest step given up.
         self._ends: dict[Member, Answer] = {}
 
     def send(
         self, worker: Member, message: m.Message, *tensors: Tensor, by: Member | None = None
     ) -> Answer:
-        """Send a worker a request, which it answers, or the worker ``by``.
+        """Send a worker a request; it answers, or the worker ``by``.
 
         Raises:
             WorkerLost: If the worker is gone.
@@ -107,12 +107,12 @@ class Requests:
         answer = self.open(worker, message, by)
         self.connections.send(worker, answer.message, *tensors)
         if answer.is_over and worker.row.phase is not Phase.GIVEN_UP:
-            # Another process has got it: only what the first one was asked is over.
+            # Another process has got it: only the first process's request is over.
             self._open[answer.message.request], answer.is_over, answer.error = answer, False, None
         return answer
 
     def send_alone(self, worker: Member, message: m.Message, *tensors: Tensor) -> Answer:
-        """Send a request over the worker's present channel, and to no other process.
+        """Send a request over the worker's present channel, and never to a replacement.
 
         Raises:
             LocalProtocolError: If the conversation has ended.
@@ -122,7 +122,7 @@ class Requests:
         return answer
 
     def describe(self, worker: Member) -> m.DeviceDescribed:
-        """The device of a worker that has no stage yet.
+        """The device of a worker without stages so far.
 
         Raises:
             ChannelError: If it is lost.
@@ -141,7 +141,7 @@ class Requests:
         """Give an answer to its request.
 
         Raises:
-            RemoteProtocolError: If no open request of the worker has such an answer.
+            RemoteProtocolError: If such an answer does not belong to an open request of the worker.
         """
         message = frame.message
         answer, kind = self._open.get(message.request), type(message).__name__
@@ -153,10 +153,10 @@ class Requests:
             self._close(answer)
 
     def fail(self, worker: Member, number: int, error: WorkerError) -> bool:
-        """Close the request of a number, if there is one: a worker has failed in it.
+        """Close the request of a number, if there is one, after a failure of a worker in it.
 
         Returns:
-            Whether nobody waits for that request any more, or for the step if there is no request.
+            Whether the request, or without a request the step, is no longer awaited.
         """
         answer = self._open.get(number)
         if answer is None or worker not in (answer.asked, answer.worker):
@@ -165,15 +165,15 @@ class Requests:
         return answer.is_dropped
 
     def give_up_step(self) -> None:
-        """Expect no answer to what the workers were told of the present step, and no failure."""
+        """Ignore later answers and failures of workers in the present step."""
         for worker in self.connections.workers:
             with suppress(LocalProtocolError):
                 self._ends[worker] = self.send_alone(worker, m.FetchTensors([]))
                 self._ends[worker].is_dropped = True
 
     def forget(self, worker: Member, but: Collection[int] = ()) -> None:
-        """Close the requests to a worker whose process has ended, but for these numbers, which the
-        process in its place gets too."""
+        """Close the requests to a worker after the end of its process, except these numbers: the
+        process in its place gets these requests too."""
         for number, answer in list(self._open.items()):
             if worker in (answer.asked, answer.worker) and number not in but:
                 said = f"{worker} was lost before it answered {answer.message}."
@@ -193,7 +193,7 @@ class Requests:
         Raises:
             StageFailed: If a worker's code raised. If it raised in one of these requests, the
                 others' answers have been taken by then.
-            WorkerLost: If a worker is gone, or no message comes in time.
+            WorkerLost: If a worker is gone, or a message does not come in time.
         """
         try:
             while True:

@@ -30,7 +30,7 @@ class Phase(str, Enum):
     """The phase of a worker."""
 
     IDLE = "idle"
-    """It has a conversation, and no stage."""
+    """It has a conversation, but no stage."""
     LOADING = "loading"
     """It gets layers, or gives some away."""
     SERVING = "serving"
@@ -56,7 +56,7 @@ class What(str, Enum):
     SERVED = "served"
     """Another process serves in its place; the text is the process's own name."""
     SERVED_BESIDE = "served beside"
-    """The same, on the machine of another worker."""
+    """Another process serves in its place, on the machine of another worker."""
     REFUSED = "refused"
     """The process in its place cannot hold the layers; the text is the name before."""
     LOADED = "loaded"
@@ -64,7 +64,7 @@ class What(str, Enum):
     GIVEN_UP = "given up"
     """The run cannot replace it; the text is the sentence of the error."""
     MISSED = "missed"
-    """The same, and the run needs it although it has no layers."""
+    """The run cannot replace it, and needs it although it has no layers."""
     LEFT = "left"
     """It has left the run; the text says why, if it may not join again."""
     PAUSED = "paused"
@@ -199,7 +199,7 @@ class RosterState:
     Args:
         rows: By name, in the order of their numbers, with the gone ones, and without the workers
             freed by the first plan.
-        before: The rows before the present move; None between moves.
+        before: The rows before the present move, during a move.
         is_placed: Whether a plan has placed layers on workers; before, the run needs all of them.
         is_torn: Whether a worker has failed inside an optimizer's step.
         link_loss: A sentence on a lost link between two workers; empty while all links are there.
@@ -223,7 +223,7 @@ class RosterState:
 
     @property
     def next(self) -> Phase | None:
-        """The phase of the workers with the next thing to do; None if all is done."""
+        """The phase of the workers with the next thing to do, if there is one."""
         phases = {row.phase for row in self.needed}
         return next((phase for phase in NEXT if phase in phases), None)
 
@@ -236,7 +236,7 @@ def after(state: RosterState, event: Noted) -> RosterState:
     """The next state.
 
     Raises:
-        ImpossibleEvent: If the table has no such event in the phase of a worker.
+        ImpossibleEvent: If the event is not in the table for the phase of a worker.
     """
     what = What(event.what)
     if what is What.JOINED:
@@ -386,7 +386,7 @@ def replay(events: Iterable[Event]) -> Iterator[tuple[Noted, RosterState]]:
     """The state after each event of a roster, among the events of a run.
 
     Raises:
-        ImpossibleEvent: If the table has no such event in the phase of a worker.
+        ImpossibleEvent: If the event is not in the table for the phase of a worker.
     """
     state = RosterState()
     for event in events:

@@ -1,6 +1,6 @@
 """The seam of recovery: the coordinator calls these methods at each turn of a run.
 
-The core has one such object, which does nothing; `Coordinator.replace_lost_by` takes another one.
+The core has one such object, with empty methods; `Coordinator.replace_lost_by` takes another.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from ..model.stored import State
 if TYPE_CHECKING:
     from .member import Member
 
-# Where a worker gets a tensor from: a worker, which may be itself, or None for this process.
+# The source of a worker's tensor: a worker, maybe itself, or None for this process.
 Sources = Mapping[tuple[str, "Member"], "Member | None"]
 
 Contents = Iterator[tuple[str, Tensor, State]]
@@ -26,7 +26,7 @@ class RunPart:
     """A run without recovery: a lost worker ends it.
 
     Attributes:
-        losses: All of the run, in their order; None without recovery.
+        losses: All losses of the run, in their order; None without recovery.
     """
 
     losses: Sequence[Any] | None = None
@@ -35,16 +35,16 @@ class RunPart:
         """The workers have their layers, before the next step.
 
         Args:
-            _sources: Where they have got tensors that no checkpoint has, behind a move.
-            _rounded: The tensors that have got another dtype.
+            _sources: After a move, the sources of tensors missing in the checkpoint.
+            _rounded: The tensors with another dtype than before.
         """
 
     def connect_again(self, cause: WorkerLost, num_losses: int) -> None:
-        """Open a session anew with each worker, since one was lost while the layers were sent.
+        """Open a session anew with each worker, after a loss while the layers were sent.
 
         Args:
             cause: The loss.
-            num_losses: How many there were, this one included.
+            num_losses: The number of losses, with this one.
 
         Raises:
             WorkerLost: Without recovery, or if a worker does not come back.
@@ -62,7 +62,7 @@ class RunPart:
     def spooled(
         self, _worker: int, contents: Contents, _is_wanted: Callable[[str], bool]
     ) -> Contents:
-        """Pass on the tensors for the worker of a number. The wanted ones are missing in every
+        """Pass on the tensors for the worker of a number. The wanted ones are missing in the
         checkpoint."""
         return contents
 

@@ -1,9 +1,9 @@
 """The coordinator's session: the workers of a run, from the first connection to the last Goodbye.
 
-`Coordinator` composes parts with the names that the parts of a worker's session have:
+`Coordinator` composes parts with the names of the parts of a worker's session:
 
-    connections   who the workers are; sends, asks, hears, loses them
-    neighbors     hears of the links between workers, and forwards where there is none
+    connections   the workers; sends, asks, hears, loses them
+    neighbors     hears of the links between workers, and forwards where a link is missing
     layers        brings layers to the stages and fetches their tensors
     stages        runs forwards and backwards
     optimizers    steps, clips, freezes and averages on the stages
@@ -41,7 +41,7 @@ CPU = torch.device("cpu")
 
 @dataclass(frozen=True)
 class Listening:
-    """Workers that listen, each at an address that stays.
+    """Listening workers, each at a lasting address.
 
     Args:
         addresses: By the workers' own names.
@@ -54,7 +54,7 @@ class Listening:
     identity: Identity
 
     def names(self) -> Sequence[str]:
-        """All of them, as nobody knows which of them run."""
+        """All of them, running or not."""
         return list(self.addresses)
 
     def admit(self, name: str, session_name: str) -> tuple[Channel, m.Welcome, Address]:
@@ -73,10 +73,10 @@ class Coordinator:
     Args:
         workers: The name and address of each worker.
         deadlines: How long each kind of waiting may take.
-        identity: The equipment and credentials that this process shows to the workers.
-        device: The device that this process computes on.
-        source: Where these workers are found, and others, of which one that the plan leaves idle
-            may take a lost one's place; None dials the addresses.
+        identity: The equipment and credentials of this process, for the workers.
+        device: The device of this process's computation.
+        source: Where these and other workers are found; a worker left idle by the plan may take a
+            lost one's place. None dials the addresses.
         observers: Read the events of the run.
 
     Raises:
@@ -112,12 +112,12 @@ class Coordinator:
     def serve(self, names: Sequence[str], narrowings: Sequence[Narrowing] = ()) -> None:
         """Prepare for a plan.
 
-        The first plan of a run frees the workers that it does not need. Later ones keep theirs
-        without layers, so that they can get some again.
+        The first plan of a run frees the workers outside of it. Later plans keep workers without
+        layers, so they can get layers again.
 
         Args:
-            names: The workers of the plan, which the first plan numbers in this order.
-            narrowings: The rounding at each boundary, as a plan has it; none without any.
+            names: The workers of the plan; the first plan numbers them in this order.
+            narrowings: The rounding at each boundary, as in a plan; empty without rounding.
         """
         if not self._has_served:
             self.connections.keep(names)

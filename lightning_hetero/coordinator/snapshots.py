@@ -2,16 +2,16 @@
 their files.
 
     <folder>/3-base-1  every tensor of worker 3 as it was sent, but for those in a checkpoint
-    <folder>/3-7       its part of snapshot 7: what has changed since, with optimizer state
+    <folder>/3-7       its part of snapshot 7: tensors changed since, with optimizer state
 
 A snapshot is of use when every worker's part of it is in its file. All parts are of the same place
-between two steps. A thread of its own writes the files, so that no step waits for a disk.
+between two steps. A thread of its own writes the files, so steps do not wait for a disk.
 
-The digest of every block stays in memory: a file that has other bytes when it is read ends the run.
+The digest of every block stays in memory: if a file is read with other bytes, the run ends.
 
-Each tensor of a worker is found in the file that has its latest content. A snapshot is taken before
-layers move, so the next worker's tensors are found in the files of the one that had them. A file is
-removed when no tensor is found in it any more.
+Each tensor of a worker is found in the file with its latest content. A snapshot is taken before
+layers move, so the next worker's tensors are found in the files of the worker before. A file is
+removed when tensors are no longer found in it.
 """
 
 from __future__ import annotations
@@ -49,9 +49,9 @@ if TYPE_CHECKING:
     from .member import Member
     from .steps import RemoteStages
 
-# Locked by the process whose folder it is in; the lock goes with the process.
+# Locked by the process that owns its folder; the lock goes with the process.
 _CLAIM = "claim"
-# What the file says, so that no other program's folder is removed.
+# The content of the file, to keep other programs' folders.
 _CLAIMED = b"This folder has the snapshots of a run of lightning-hetero.\n"
 
 # A worker's part of a snapshot is at most so many times its tensors, and some more.
@@ -76,13 +76,13 @@ class SnapshotFiles:
         except OSError as error:
             raise _not_written(folder, error) from None
         self._writer = ThreadPoolExecutor(1, "snapshots")
-        # By worker and tensor, the file with its latest content; the same of a coming plan.
+        # By worker and tensor, the file with its latest content; and for a coming plan.
         self._found: dict[int, dict[str, Path]] = {}
         self._sent: dict[int, dict[str, Path]] = {}
         self._num_bases = 0
         # By worker, its part of the latest snapshot of its layers.
         self._latest: dict[int, Path] = {}
-        # What was written to each file. The writing thread adds to one that nobody reads yet.
+        # The blocks written to each file. The writing thread adds to a file before it is read.
         self._blocks: dict[Path, list[WrittenBlock]] = {}
 
     def close(self) -> None:
@@ -93,7 +93,7 @@ class SnapshotFiles:
 
     @property
     def are_there(self) -> bool:
-        """Whether nobody else has removed the files."""
+        """Whether the files were not removed by others."""
         return (self.folder / _CLAIM).exists()
 
     def part(self, worker: int, number: int) -> Path:
@@ -103,7 +103,7 @@ class SnapshotFiles:
     def spooled(
         self, worker: int, contents: Contents, is_wanted: Callable[[str], bool]
     ) -> Contents:
-        """Pass tensors on that go to a worker, and write those that are wanted to a file.
+        """Pass on tensors to a worker, and write the wanted ones to a file.
 
         Raises:
             SaveError: If the file cannot be written.
@@ -123,7 +123,7 @@ class SnapshotFiles:
             raise _not_written(path, error) from None
 
     def add(self, worker: int, number: int, piece: Tensor) -> Future[None]:
-        """Write a piece of a worker's part behind those before."""
+        """Append a piece to a worker's part."""
         path = self.part(worker, number)
         return self._writer.submit(self._append, path, tensor_bytes(piece))
 
@@ -132,13 +132,13 @@ class SnapshotFiles:
             self._blocks.setdefault(path, []).extend(write_blocks(file, content))
 
     def forget_sent(self) -> None:
-        """Forget the tensors that were sent since `follow`: their plan is not carried out."""
+        """Forget the tensors sent since `follow`: their plan is not carried out."""
         self._sent = {}
         self.drop_unused()
 
     def follow(self, sources: Sources) -> None:
-        """Find the tensors of the next plan from now on: those that were sent to a worker, and the
-        others in the files of their sources."""
+        """Find the tensors of the next plan from now on: tensors sent to a worker in its file, and
+        the others in the files of their sources."""
         found, self._sent = self._sent, {}
         for (name, target), source in sources.items():
             path = None if source is None else self._found.get(source.number, {}).get(name)
@@ -160,7 +160,7 @@ class SnapshotFiles:
         self.drop_unused()
 
     def drop_unused(self) -> None:
-        """Remove the files in which no tensor is found any more."""
+        """Remove the files without the latest content of a tensor."""
         used = {path for own in self._found.values() for path in own.values()}
         self._writer.submit(self._remove_others, used)
 
@@ -170,20 +170,21 @@ class SnapshotFiles:
             path.unlink(missing_ok=True)
 
     def num_bytes(self, worker: int) -> int:
-        """The size of a worker's part of the latest snapshot of its layers; 0 if there is none."""
+        """The size of a worker's part of the latest snapshot of its layers; 0 without a
+        snapshot."""
         path = self._latest.get(worker)
         return 0 if path is None else sum(each.num_bytes for each in self._blocks.get(path, ()))
 
     def names(self, worker: int) -> Collection[str]:
-        """The tensors of a worker that are in files."""
+        """The tensors of a worker in files."""
         return self._found.get(worker, {}).keys()
 
     def frames(self, worker: int) -> Iterator[Frame]:
-        """The latest content of each tensor of a worker that is in a file.
+        """The latest content of each tensor of a worker, from the files.
 
         Raises:
-            CheckpointError: When used, if a file has not what was written.
-            RemoteProtocolError: If it has not what its worker told of.
+            CheckpointError: When used, if a file's bytes are not the written ones.
+            RemoteProtocolError: If its tensors differ from its worker's report.
         """
         found = self._found.get(worker, {})
         for path in dict.fromkeys(found.values()):
@@ -201,7 +202,7 @@ class SnapshotFiles:
                 raise RemoteProtocolError(f"A snapshot lacks the tensors {sorted(missing)[:5]}.")
 
     def _frames(self, path: Path) -> Iterator[Frame]:
-        """The frames of a file, one by one; none of a file to which nothing was written."""
+        """The frames of a file, one by one; empty for a file never written."""
         blocks = self._blocks.get(path, [])
         if not blocks:
             return
@@ -225,12 +226,12 @@ class _Snapshot:
 
     Attributes:
         number: From 1 on.
-        step: The step behind which it is.
+        step: The step before it.
         exchange: The latest exchange of replicas before it.
-        missing: The workers whose parts are not whole yet.
+        missing: The workers with incomplete parts.
         names: By the number of a worker, the tensors in its part.
-        written: The pieces that are being written.
-        num_bytes: The bytes that have come, by worker.
+        written: The pieces in writing.
+        num_bytes: The arrived bytes, by worker.
     """
 
     number: int
@@ -252,15 +253,15 @@ class Snapshots:
 
     Args:
         settings: The user's wishes.
-        folder: Where files may lie; a folder for this run is made in it.
+        folder: The place for files; a folder for this run is made in it.
         connections: The workers.
-        layers: The layers that they hold.
+        layers: The layers on the workers.
         stages: Runs the steps.
 
     Attributes:
         files: The files of the run.
-        step: The step behind which the latest whole snapshot is; 0 before the first one.
-        has_moved: Whether layers have moved since, so that nobody can be replaced.
+        step: The step before the latest whole snapshot; 0 before the first one.
+        has_moved: Whether layers have moved since; workers cannot be replaced then.
 
     Raises:
         SaveError: If the folder cannot be written.
@@ -284,7 +285,8 @@ class Snapshots:
         self._number = self._whole_number = 0
         self._latest_seconds = time.monotonic()
         self._coming: _Snapshot | None = None
-        # By worker, the tensors with other content than in the files that it does not tell unasked.
+        # By worker, the tensors with other content than in the files, to ask for: it does not send
+        # them unasked.
         self._untold: dict[Member, set[str]] = {}
         # Whether the latest snapshot was not written.
         self._is_unwritten = False
@@ -295,8 +297,8 @@ class Snapshots:
         """Take a snapshot before a step, if it is time.
 
         Args:
-            kept_bytes: The bytes of messages since the latest one.
-            with_gradients: Whether the step adds to gradients that are there.
+            kept_bytes: The bytes of messages since the latest snapshot.
+            with_gradients: Whether the step adds to present gradients.
         """
         self._use_if_whole()
         workers = self._connections.workers
@@ -315,7 +317,7 @@ class Snapshots:
             self._take(with_gradients)
 
     def _give_up(self, journals: Collection[Journal], cause: str) -> None:
-        """Keep nothing, here and on the workers, until a snapshot is whole."""
+        """Stop keeping messages, here and on the workers, until a snapshot is whole."""
         for journal in journals:
             journal.give_up(
                 f"More than {self._settings.log_gib:g} GiB were sent while {cause} (`log_gib` of "
@@ -332,7 +334,7 @@ class Snapshots:
             stamp = self._stages.stamp(worker)
             request = m.TakeSnapshot(self._number, with_gradients, also, **stamp)
             connections.requests.send(worker, request)
-            # What the worker keeps is in no snapshot.
+            # A snapshot does not hold the worker's constants.
             worker.forget_constants()
             if worker.journal is not None:
                 worker.journal.mark()
@@ -365,14 +367,14 @@ class Snapshots:
         """Layers have moved: find the content of their tensors where it was.
 
         Args:
-            sources: Where each worker has got each tensor that no checkpoint has.
-            rounded: The tensors that have got another dtype.
+            sources: The source of each worker's tensors missing in the checkpoint.
+            rounded: The tensors with another dtype than before.
             has_snapshot: Whether a snapshot of the state before the move is whole.
         """
         self.files.follow(sources)
         former, self._untold = self._untold, {}
         for (name, target), source in sources.items():
-            # The worker itself tells the rest of what its files lack.
+            # The worker itself sends the rest of the tensors missing in its files.
             is_told = has_snapshot or (source is target and name not in former.get(target, ()))
             if source is not None and (name in rounded or not is_told):
                 self._untold.setdefault(target, set()).add(name)
@@ -399,14 +401,15 @@ class Snapshots:
         """Write a piece of a worker's part.
 
         Raises:
-            RemoteProtocolError: If the worker tells more than its layers can have, or no piece.
+            RemoteProtocolError: If the worker sends more than its layers can have, or not one
+                piece.
         """
         if len(tensors) != 1:
             raise RemoteProtocolError(f"A piece of a snapshot came as {len(tensors)} tensors.")
         (piece,) = tensors
         coming = self._coming
         if coming is None or coming.number != message.number or worker not in coming.missing:
-            return  # that snapshot is not used any more
+            return  # the snapshot is no longer used
         if worker.number not in coming.names:
             raise RemoteProtocolError("It has not told which tensors its part of a snapshot has.")
         num_bytes = coming.num_bytes.get(worker, 0) + piece.nbytes
@@ -449,7 +452,7 @@ class Snapshots:
             rank_zero_info("the state behind the move is safe, so lost workers are replaced again")
 
     def _note_unwritten(self, error: BaseException) -> None:
-        """Say that a snapshot was not written; the next ones are likely not to be either."""
+        """Warn of an unwritten snapshot, once: the next ones are likely to fail too."""
         if not self._is_unwritten:
             rank_zero_warn(
                 f"A snapshot was not written to {self.files.folder.parent}, and the one before it "
@@ -460,7 +463,7 @@ class Snapshots:
         self._is_unwritten = True
 
     def forget_coming(self) -> None:
-        """Use the snapshot on its way no more."""
+        """Discard the snapshot on its way."""
         coming, self._coming = self._coming, None
         if coming is not None:
             self._forget()
@@ -475,13 +478,13 @@ class Snapshots:
 def _claimed(folder: Path) -> BinaryIO:
     """Make a folder; it is this process's until the returned file is closed.
 
-    The folder has its name only when it is claimed, so that no other process sweeps it before.
+    The folder has its name only when it is claimed, so other processes do not sweep it before.
     """
     unnamed = Path(tempfile.mkdtemp(prefix="new-", dir=folder.parent))
     claim = (unnamed / _CLAIM).open("wb")
     claim.write(_CLAIMED)
     claim.flush()
-    # Without locks on this file system nobody sweeps there, as `_sweep` needs the lock.
+    # Without locks on this file system folders are not swept, as `_sweep` needs the lock.
     with suppress(OSError):
         fcntl.flock(claim, fcntl.LOCK_EX)
     unnamed.rename(folder)
@@ -489,7 +492,7 @@ def _claimed(folder: Path) -> BinaryIO:
 
 
 def _sweep(folder: Path) -> None:
-    """Remove the folders of processes that are gone, as far as this one may."""
+    """Remove the folders of ended processes, as far as this process may."""
     for claim_of_other in folder.glob(f"run-*/{_CLAIM}"):
         with suppress(OSError), claim_of_other.open("r+b") as claim:
             fcntl.flock(claim, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -498,7 +501,7 @@ def _sweep(folder: Path) -> None:
 
 
 def _frames_in(content: memoryview, reader: FrameReader) -> Iterator[Frame]:
-    """The frames that end in the next bytes of a file."""
+    """The frames ending in the next bytes of a file."""
     while content:
         buffer = reader.buffer()
         part = content[: len(buffer)]

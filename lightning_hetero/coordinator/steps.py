@@ -1,4 +1,4 @@
-"""The coordinator's side of steps: forwards and backwards on workers, and what comes back."""
+"""The coordinator's side of steps: forwards and backwards on workers, and their results."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ if TYPE_CHECKING:
 class OutgoingArguments:
     """The arguments of the layers for one micro-batch, on their way to all stages.
 
-    A digest of its content tells whether a worker has a tensor already. Where the content is still
+    A digest of its content shows whether a worker has a tensor already. Where the content is still
     being copied from the device, the writing thread encodes the message when the copy is done.
     """
 
@@ -52,7 +52,7 @@ class OutgoingArguments:
         # Each tensor once: layers share masks and rotary tables.
         originals = [*{id(tensor): tensor for tensor in surroundings.tensors}.values()]
         self._copy = copies.to_host(originals)
-        # The originals stay alive, so that their ids stay theirs.
+        # The originals stay alive, to keep their ids.
         self._originals = originals
         pairs = zip(originals, self._copy.tensors, strict=True)
         self._hosts = {id(original): host for original, host in pairs}
@@ -72,7 +72,7 @@ class OutgoingArguments:
                 worker.forget_constants()
                 raise
         else:
-            # An argument that cannot be sent is refused here, in the thread of the caller.
+            # A wrong argument is refused here, in the thread of the caller.
             message, _ = self._pack(leg, layers, Packer())
             worker.channel.send_later(message, partial(self._encode, worker, leg, layers))
 
@@ -98,32 +98,32 @@ class OutgoingArguments:
 class RemoteStages:
     """Runs steps on the stages of a plan. Implements `Stages` for the driver.
 
-    Not thread-safe: only the thread that has the turn may use it.
+    Not thread-safe: only the thread with the turn may use it.
 
     Args:
         connections: The workers.
-        layers: The layers that the workers hold.
+        layers: The layers on the workers.
         recorder: Records the spans of this process.
-        copies: Copies tensors from and to the device that this process computes on.
+        copies: Copies tensors from and to the device of this process's computation.
 
     Attributes:
         copies: As given.
-        narrowings: The rounding at each boundary: from this process to the first stage, to the
-            last one, and back to this process; none without any.
-        num_tokens: Positions of hidden states that went into the stages for training.
-        dropout_step: The number of the present batch for dropout masks, which trials do not count.
-        norms_due: For each worker that has got gradients from here, in this step or in those
-            accumulated before, the parameters of its stage that train.
-        has_new_gradients: Whether gradients have been sent since replicas have added up theirs.
-        sums_due: The exchange whose sums workers send to this process; None if there is none.
-        awaits_backward: Whether `training_step` has returned a loss whose backward, which publishes
-            the gradients here, has not run.
-        is_before_step: Whether an optimizer steps behind the present batch.
+        narrowings: The rounding at each boundary: from this process to the first stage, between the
+            stages, and back to this process; empty without rounding.
+        num_tokens: Positions of hidden states sent into the stages for training.
+        dropout_step: The number of the present batch for dropout masks, without trials.
+        norms_due: For each worker with gradients from here, in this step or in the accumulated ones
+            before, the trained parameters of its stage.
+        has_new_gradients: Whether gradients have been sent since the latest sums of replicas.
+        sums_due: The exchange with sums from workers to this process, if there is one.
+        awaits_backward: Whether the backward of the latest loss is still to run; it publishes the
+            gradients here.
+        is_before_step: Whether an optimizer steps after the present batch.
         on_backward: Called before gradients are sent.
         on_last_backward: Called, before an optimizer's step, when all gradients of such a batch
             have been sent.
-        on_last_gradients: Called, before an optimizer's step, with the workers that get no more
-            gradients of such a batch than those which are sent next.
+        on_last_gradients: Called, before an optimizer's step, with the workers for which the next
+            gradients of such a batch are the last.
     """
 
     def __init__(
@@ -162,13 +162,13 @@ class RemoteStages:
         Args:
             max_in_flight: The most micro-batches in flight on a stage.
             accumulate: Whether the step adds to the present gradients.
-            is_trial: Whether it leaves nothing behind.
+            is_trial: Whether it leaves no trace.
             first_microbatch: The number of its first micro-batch.
             forwards_first: Whether workers run forwards before backwards.
 
         Raises:
-            ModelError: If workers wait for gradients from here, so that they would not begin.
-            WorkerError: If a worker, or a link between two, was lost before.
+            ModelError: If workers wait for gradients from here; they would not begin.
+            WorkerError: If a worker, or a link between two workers, was lost before.
         """
         connections = self._connections
         connections.settle()
@@ -191,7 +191,7 @@ class RemoteStages:
         )
         stamps = [(worker, self.stamp(worker)) for worker in connections.members]
         self._counts, connections.ways = _Counts(), {}
-        # An idle worker counts the steps too, since it may get layers before a later one.
+        # An idle worker counts the steps too, since it may get layers before a later step.
         for worker, stamp in stamps:
             connections.send(worker, begin(**stamp))
 
@@ -199,7 +199,7 @@ class RemoteStages:
         """Let the micro-batches of another batch, from this number on, go on with the step.
 
         Raises:
-            WorkerError: If a worker, or a link between two, was lost before.
+            WorkerError: If a worker, or a link between two workers, was lost before.
         """
         self._connections.check_linked()
         self._counts.end_batch()
@@ -217,8 +217,8 @@ class RemoteStages:
             )
 
     def stamp(self, worker: Member) -> dict[str, int]:
-        """What a worker's stages have done together in the present step, for requests that belong
-        behind it."""
+        """The progress of a worker's stages together in the present step, for requests to run after
+        it."""
         counts = self._counts
         return {"forwards": counts.returned[worker], "backwards": counts.gone_back[worker]}
 
@@ -228,14 +228,13 @@ class RemoteStages:
         return {"forwards": counts.sent[worker], "backwards": counts.sent_back[worker]}
 
     def stamp_of_earlier(self, worker: Member) -> dict[str, int]:
-        """The forwards that were sent through a worker's stages in the present step, and all
-        backwards of the batches before the present one, for requests that belong between these and
-        the forwards that are sent next."""
+        """The forwards sent through a worker's stages in the present step, and all backwards of the
+        batches before the present one, for requests to run before the next forwards."""
         counts = self._counts
         return {"forwards": counts.sent[worker], "backwards": counts.due_earlier[worker]}
 
     def present_step(self) -> int:
-        """The step that gradients belong to; begins one if no forward has run yet."""
+        """The step of the gradients; begins one before the first forward of a run."""
         if self._connections.step == 0:
             self.begin_step(1, accumulate=True)
         return self._connections.step
@@ -245,7 +244,7 @@ class RemoteStages:
         self.norms_due.clear()
         self.has_new_gradients, self.sums_due = False, None
         self.awaits_backward = False
-        # What was under way may still come back, so its ways stay known.
+        # Micro-batches under way may still come back, so their ways stay known.
         self._counts = _Counts()
         self._connections.give_up_step()
         if self._connections.step > 0:
@@ -269,8 +268,8 @@ class RemoteStages:
             self.note_tokens(hidden)
 
     def note_tokens(self, hidden: Tensor) -> None:
-        """Count the tokens of a micro-batch that trains."""
-        # Token ids for an embedding on a worker have no dimension of features.
+        """Count the tokens of a micro-batch in training."""
+        # Token ids for an embedding on a worker lack the dimension of features.
         shape = hidden.shape[:-1] if hidden.is_floating_point() else hidden.shape
         num_tokens = shape.numel()
         self.num_tokens += num_tokens
@@ -322,7 +321,7 @@ class RemoteStages:
             ordered = replace(gradients, places=self._counts.places(way))
             content = encode_gradients(self._connections.step, key, ordered, dtype, stage=last)
             if self.is_before_step and unsent is not None:
-                # Before these gradients, whose backward begins as soon as they come.
+                # Before these gradients: their backward begins as soon as they come.
                 self.on_last_gradients(self._finished(way.values(), unsent))
             send_copied(way[last].channel, content, self.copies)
 
@@ -340,7 +339,7 @@ class RemoteStages:
             self.on_last_backward()
 
     def _narrowing_at(self, boundary: int) -> Narrowing:
-        """The rounding behind a stage; 0 is the boundary behind this process's first layers."""
+        """The rounding after a stage; 0 is the boundary after this process's first layers."""
         return self.narrowings[boundary] if self.narrowings else Narrowing()
 
     def receive(self) -> Returned:
@@ -353,7 +352,7 @@ class RemoteStages:
                     return returned
 
     def take_arrived(self) -> list[Returned]:
-        """The activations and gradients of the present step that have arrived; does not wait."""
+        """The arrived activations and gradients of the present step; does not wait."""
         found: list[Returned] = []
         while (arrived := self._connections.receive_arrived()) is not None:
             if (returned := self._returned(*arrived)) is not None:
@@ -361,7 +360,7 @@ class RemoteStages:
         return found
 
     def _returned(self, worker: Member, frame: Frame) -> Returned | None:
-        """The content of a stage's result; None if an aborted step has left it over."""
+        """The content of a stage's result; None for a leftover of an aborted step."""
         message, connections, holdings = frame.message, self._connections, self._layers.holdings
         if message.step != connections.step:
             return None
@@ -385,8 +384,8 @@ class RemoteStages:
         return None
 
     def _way_from(self, message: m.Activation | m.Gradient, sender: Member) -> dict[int, Member]:
-        """The way of a micro-batch that has come back; refuses what another stage than the one at
-        its end has sent, or has rounded otherwise than the plan says."""
+        """The way of a returned micro-batch; refuses results not from the stage at its end, and
+        other rounding than the plan's."""
         kind, way = type(message).__name__, self._connections.ways.get(message.key)
         if way is None:
             raise RemoteProtocolError(
@@ -406,7 +405,7 @@ class RemoteStages:
         return way
 
     def take_timings(self) -> list[tuple[str, m.Timings]]:
-        """The timings that workers have sent since the last call, each with the worker's name."""
+        """The workers' timings since the last call, each with the worker's name."""
         taken, self._timings = self._timings, []
         return taken
 
@@ -416,15 +415,15 @@ class RemoteStages:
 
 @dataclass
 class _Counts:
-    """What the workers' stages do in one step, by what was sent to them and what has returned.
+    """The counts of the workers' actions in one step, sent and returned.
 
     Attributes:
-        sent: The forwards that were sent through each worker's stages.
-        sent_back: The backwards that were sent through them.
-        returned: The ones already back in this process.
-        gone_back: The backwards that have returned.
-        due_back: The backwards that belong to the forwards that have returned.
-        due_earlier: The ones of batches before the present one.
+        sent: The forwards sent through each worker's stages.
+        sent_back: The backwards sent through them.
+        returned: The forwards already back in this process.
+        gone_back: The returned backwards.
+        due_back: The backwards of the returned forwards.
+        due_earlier: The due backwards of batches before the present one.
     """
 
     sent: Counter[Member] = field(default_factory=Counter)

@@ -1,7 +1,7 @@
-"""A machine of the run that takes a lost worker's place beside its own, as nobody else can.
+"""Second processes: without an idle worker, a machine of the run also serves a lost one's layers.
 
-AskRoom ──▶ every machine ──▶ free bytes; the one with the most, if the layers fit
-OpenSession ──▶ that machine starts a second process, which takes one session of this run
+AskRoom ──▶ every machine ──▶ free bytes; the machine with the most, if the layers fit
+OpenSession ──▶ the machine starts a second process; it takes one session of this run
 """
 
 from __future__ import annotations
@@ -14,19 +14,19 @@ from ..units import in_bytes
 from .connections import Connections
 from .member import Member
 
-# Without a snapshot it is unknown what the optimizer keeps; Adam keeps two tensors for each one.
+# Without a snapshot the optimizer's state is unknown; Adam keeps two tensors for each parameter.
 _STATES_EACH = 2
 
 Machine = TypeVar("Machine")
 
 
 def needed_bytes(parameters: Iterable[m.ParameterSpec], snapshot_bytes: int) -> int:
-    """The least memory that a worker's layers take: weights, gradients and optimizer state.
+    """The least memory of a worker's layers: weights, gradients and optimizer state.
 
     Args:
         parameters: The parameters of its stages.
-        snapshot_bytes: The size of the worker's latest snapshot, which holds what trains with its
-            optimizer state; 0 if there is none.
+        snapshot_bytes: The size of the worker's latest snapshot, with trained parameters and their
+            optimizer state; 0 before the first one.
     """
     weights_bytes = trained_bytes = 0
     for spec in parameters:
@@ -41,10 +41,10 @@ def needed_bytes(parameters: Iterable[m.ParameterSpec], snapshot_bytes: int) -> 
 def those_that_fit(
     offers: Sequence[tuple[Machine, int]], wanted_bytes: int
 ) -> list[tuple[Machine, int]]:
-    """The machines whose free memory is enough, with the most free memory first.
+    """The machines with enough free memory, the most free memory first.
 
     Args:
-        offers: Each machine, with its free bytes; of equal ones the first stays first.
+        offers: Each machine, with its free bytes; equal machines keep their order.
         wanted_bytes: The bytes needed by the layers.
     """
     fitting = [offer for offer in offers if offer[1] >= wanted_bytes]
@@ -56,7 +56,7 @@ class Takeovers:
 
     Args:
         connections: The workers.
-        need_of: The least bytes that a worker's layers take.
+        need_of: The least bytes of a worker's layers.
     """
 
     def __init__(self, connections: Connections, need_of: Callable[[Member], int]) -> None:
@@ -69,13 +69,12 @@ class Takeovers:
         """Open sessions for a lost worker beside others, one by one, until one serves.
 
         Args:
-            worker: The lost one.
-            lost: All that are lost; those of them that another process has replaced already are
-                about to get their own layers.
-            reasons: Gets a sentence for each machine that cannot take the place.
+            worker: The lost worker.
+            lost: All lost workers; their replacements so far are about to get their own layers.
+            reasons: Gets a sentence for each unfit machine.
 
         Yields:
-            The worker on whose machine a second process waits, and the name of its session.
+            The worker on the machine of a waiting second process, and the name of its session.
 
         Raises:
             ChannelError: If another worker is lost meanwhile.
@@ -102,8 +101,8 @@ class Takeovers:
     ) -> Iterator[tuple[Member, int]]:
         """The free memory of each machine of the run; else its reason."""
         for other in self._connections.members:
-            # A second process starts no other one. A connection that may come back is waited for,
-            # as the run needs it anyway.
+            # A second process does not start another. A broken connection that may come back is
+            # waited for, as the run needs it anyway.
             row = other.row
             if other is worker or row.is_beside or other.channel.is_over or row.is_paused:
                 continue

@@ -9,12 +9,12 @@ from ..transport.channel import observe
 from .requests import Answer
 from .session import Coordinator
 
-# So many that one of them meets no other traffic.
+# Enough for one of them to meet no other traffic.
 _COMPARISONS = 16
 
 
 class Telemetry:
-    """Records what this process and the workers do. Make it by `of`.
+    """Records the actions of this process and the workers. Make it by `of`.
 
     Attributes:
         recorder: Sums up this process's actions, and takes its spans while it is switched on.
@@ -25,14 +25,14 @@ class Telemetry:
         self.recorder = coordinator.recorder
         self._connections = connections
         self._wishes: dict[str, bool] = {}
-        # The record of this process, and the answers of the others, by the number they are asked
-        # under: layers may move before they are taken.
+        # The record of this process, and the answers of the others, by the number of the question:
+        # layers may move before they are taken.
         self._asked: dict[int, tuple[m.StageRecord, list[Answer]]] = {}
         self._num_asked = 0
 
     @classmethod
     def of(cls, coordinator: Coordinator) -> Telemetry:
-        """The telemetry of a session, which all that look at the run share."""
+        """The telemetry of a session, shared by all its users."""
         found = coordinator.observers.of_kind(cls)
         if found is None:
             found = cls(coordinator)
@@ -49,8 +49,8 @@ class Telemetry:
             self._wish({name: wish for name, wish in self._wishes.items() if name != who})
 
     def ask_records(self, with_spans: bool) -> int:
-        """Ask all processes that have layers for their records; `records` returns the answers under
-        this number."""
+        """Ask all processes with layers for their records; `records` returns the answers under this
+        number."""
         self._connections.check_usable()
         self._num_asked += 1
         totals, spans, dropped = self.recorder.record(with_spans)
@@ -60,13 +60,13 @@ class Telemetry:
         return self._num_asked
 
     def on_event(self, event: Event) -> None:
-        """Tell all workers with layers once more whether to record, for those that have come later,
-        and for what is kept of what was said."""
+        """Repeat to all workers whether to record: some have come later, and journals begin
+        anew."""
         if isinstance(event, Deployed) and self._wishes:
             self._wish(self._wishes)
 
     def records(self, number: int) -> dict[int, m.StageRecord]:
-        """The records by the process's number, 0 for this one; waits for those still to come."""
+        """The records by the process's number, 0 for this one; waits for missing ones."""
         own, asked = self._asked.pop(number)
         while not all(each.is_over for each in asked):
             self._connections.hear()

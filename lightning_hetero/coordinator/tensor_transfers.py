@@ -1,9 +1,8 @@
 """Transfers of tensors to workers: many at once.
 
-Tensors go to several workers at once. One tensor is read at a time, for any worker that has room.
-Each worker confirms every tensor that it has put in its place, and at most two of its tensors, or
-some more small ones, are under way: that bounds the memory that sending takes on both sides, and
-keeps every link busy.
+Tensors go to several workers at once. One tensor is read at a time, for any worker with room. Each
+worker confirms every tensor put in its place, and at most two of its tensors, or some more small
+ones, are under way: this bounds the memory for sending on both sides, and keeps every link busy.
 """
 
 from __future__ import annotations
@@ -21,8 +20,8 @@ from ..protocol import messages as m
 from .member import Member
 from .requests import Answer
 
-# The most that may be under way to a worker: two tensors of any size, or more small ones up to what
-# a link of 1 Gbit/s carries within 60 ms.
+# The most tensors under way to a worker: two of any size, or more small ones up to the load of a
+# link of 1 Gbit/s within 60 ms.
 MOST_UNDER_WAY = 2
 MOST_SMALL_UNDER_WAY = 64
 SMALL_BYTES = 8 * 2**20
@@ -36,15 +35,15 @@ def _is_room_beside(count: int, num_bytes: int) -> bool:
 
 @dataclass(eq=False)
 class TensorLoad:
-    """The tensors that one worker is to receive, and those under way to it.
+    """The tensors for one worker, and the tensors under way to it.
 
     Args:
         worker: The receiver.
         contents: Names, tensors and states, read one by one.
         send: Sends a worker a request.
-        is_packed_there: Whether the worker packs a tensor of that name that comes without state;
-            it has memory for one of them at a time.
-        built: The answer of a worker that is about to build the layers; None if it has them.
+        is_packed_there: Whether the worker packs a tensor with this name that comes without state;
+            it has memory for one such tensor at a time.
+        built: The answer of a worker about to build the layers; None if it has them.
     """
 
     worker: Member
@@ -63,12 +62,12 @@ class TensorLoad:
 
     @property
     def bytes_under_way(self) -> int:
-        """The bytes of what the worker has not confirmed yet."""
+        """The bytes of the tensors still to be confirmed by the worker."""
         return sum(content.num_bytes for _, content, _ in self._under_way)
 
     @property
     def answers(self) -> list[Answer]:
-        """The open ones."""
+        """The open answers."""
         return [*filter(None, [self.built]), *(answer for *_, answer in self._under_way)]
 
     def send_next(self) -> Iterator[str]:
@@ -86,7 +85,7 @@ class TensorLoad:
         yield name
 
     def take(self) -> None:
-        """Note the answers that have come."""
+        """Note the arrived answers."""
         if self.built is not None and self.built.is_over:
             self.built.result(m.Built)
             self.built = None
@@ -106,15 +105,15 @@ class TensorLoad:
 
 @dataclass(eq=False)
 class PassedOn:
-    """The tensors that one worker gets from others, and those under way to it.
+    """The tensors for one worker from others, and the tensors under way to it.
 
     Args:
-        worker: The worker that gets them.
-        waiting: Names, the workers that have them, and bytes.
+        worker: The receiver.
+        waiting: Names, the sending workers, and bytes.
         send: As in `TensorLoad`.
-        note_arrival: Called with each name that the worker has confirmed; returns whether no other
-            worker gets it any more.
-        arrived: By the worker that had them, the tensors that it has not been told to free yet.
+        note_arrival: Called with each name confirmed by the worker; returns whether this was the
+            tensor's last receiver.
+        arrived: By the sending worker, the tensors to free, for its next request.
     """
 
     worker: Member
@@ -131,12 +130,12 @@ class PassedOn:
 
     @property
     def bytes_under_way(self) -> int:
-        """The bytes of what the worker has not confirmed yet."""
+        """The bytes of the tensors still to be confirmed by the worker."""
         return sum(num_bytes for _, _, num_bytes, _ in self._under_way)
 
     @property
     def answers(self) -> list[Answer]:
-        """The open ones."""
+        """The open answers."""
         return [answer for *_, answer in self._under_way]
 
     def send_next(self) -> Iterator[str]:
@@ -150,7 +149,7 @@ class PassedOn:
         yield name
 
     def take(self) -> None:
-        """Note the confirmations that have come."""
+        """Note the arrived confirmations."""
         for each in [each for each in self._under_way if each[-1].is_over]:
             name, source, _, answer = each
             self._under_way.remove(each)

@@ -1,11 +1,11 @@
 """The twin test: each layer on a worker answers for one micro-batch, and so does the layer here.
 
-The layer here is the hollow one, with its class, its attributes and all that its code reads. While
-it answers, it has its weights, which one worker sends, layer by layer: this process need not hold
-the model. What the layer gets is what it has got on the worker, so that no difference of an earlier
-layer adds to its own.
+The layer here is the hollow one, with its class, its attributes and everything read by its code.
+While it answers, it has its weights, sent by one worker, layer by layer: this process need not hold
+the model. Its input is the input of the worker's layer, so a difference of an earlier layer does
+not add to its own.
 
-Of layers that are alike, on one process, one answers for all where their weights are many bytes.
+Of like layers on one process, one answers for all where their weights are many bytes.
 """
 
 from __future__ import annotations
@@ -52,8 +52,8 @@ from .parts import NoTwins
 if TYPE_CHECKING:
     from .steps import RemoteStages
 
-# All layers answer as long as their weights, and what they get, are fewer bytes together. Beyond
-# that one of each kind on each process does.
+# All layers answer as long as their weights and inputs together are fewer bytes. Beyond this size,
+# one of each kind on each process answers.
 _MOST_BYTES = 2**28
 # Attributes that number a layer.
 _NUMBERS = ("idx", "index", "layer_id", "number")
@@ -72,12 +72,12 @@ class _Place(NamedTuple):
 
 
 class _HandOver(NamedTuple):
-    """Hidden states on their way through workers that answer.
+    """Hidden states on their way through answering workers.
 
     Args:
-        key: The micro-batch, and a visit that no other hand-over of the step has.
+        key: The micro-batch, and a visit of its own in the step.
         request: The hidden states and the calls of the layers.
-        is_whole: Whether it is a piece of a whole batch, whose layers only workers run.
+        is_whole: Whether it is a piece of a whole batch; only workers run the layers then.
         keeps_modes: Whether layers answer in the modes of their calls, or in evaluation mode.
     """
 
@@ -93,23 +93,23 @@ class _HandOver(NamedTuple):
 
     @property
     def without_modes(self) -> _HandOver:
-        """The same in evaluation mode, as another visit."""
+        """The hand-over in evaluation mode, as another visit."""
         key = self.key._replace(visit=self.key.visit + FIRST_TRIAL)
         return self._replace(key=key, keeps_modes=False)
 
 
 class Twins(NoTwins):
-    """Compares layers on workers with those of this process.
+    """Compares layers on workers with the layers of this process.
 
     Args:
         layers: The layers on workers by their numbers, hollow when they are compared.
-        kept: The numbers of those that have their weights here.
+        kept: The numbers of the layers with their weights here.
         remote: Fetches the tensors of the others.
         stages: Runs them on the workers.
         seed: Start of all random numbers of the run.
         mode: The answer to a difference.
-        told: Whether parameters train, as workers know it: what a step freezes here, they learn
-            when it hands over with a backward.
+        told: Whether parameters train, as workers know it: they learn of a step's freezes when it
+            hands over with a backward.
     """
 
     def __init__(
@@ -130,11 +130,11 @@ class Twins(NoTwins):
         self._mode = mode
         self._told = told
         self._code = LoadedCode(layers if mode != "off" else {})
-        # What was asked for and what was compared: stages of sessions, in training or evaluation.
+        # The stages asked for and the stages compared, by session, in training or evaluation.
         self._asked: set[_Place] = set()
         self._passed: set[_Place] = set()
         self._answered: set[tuple[Any, ...]] = set()
-        # The one layer that is asked for again, where it was compared before.
+        # The one layer to ask for again, where it was compared before.
         self._again: dict[_Place, int] = {}
         self._is_later = False
         self._num_bytes = 0
@@ -166,7 +166,7 @@ class Twins(NoTwins):
         return found
 
     def _places(self, index: int, is_whole: bool, request: Request | None) -> dict[int, _Place]:
-        """Where a micro-batch passes, by the numbers of stages."""
+        """The places on a micro-batch's way, by the numbers of stages."""
         holdings = self._remote.holdings
         around = None if request is None else request.surroundings
         is_training = around is None or any(call.training for call in around.calls)
@@ -189,8 +189,8 @@ class Twins(NoTwins):
             return
         way = self._remote.holdings.way(key.microbatch, is_whole)
         found = {number: way[stage] for number, stage in chosen.items()}
-        # Devices of different kinds draw other random numbers, so what draws and differs answers
-        # once more in evaluation mode.
+        # Devices of different kinds draw other random numbers, so layers that draw and differ
+        # answer once more in evaluation mode.
         hand_over = _HandOver(key, request, is_whole)
         drawing = self._compared(hand_over, found)
         left = self._compared(hand_over.without_modes, drawing) if drawing else {}
@@ -207,7 +207,7 @@ class Twins(NoTwins):
             )
 
     def _compared(self, hand_over: _HandOver, chosen: Mapping[int, Member]) -> dict[int, Member]:
-        """Compare layers and note what differs; returns those that differ and draw at random."""
+        """Compare layers and note differences; returns the differing layers that draw at random."""
         there, drawing = self._answers_there(hand_over, chosen), {}
         for number, worker in chosen.items():
             try:
@@ -223,7 +223,7 @@ class Twins(NoTwins):
             except WorkerError:
                 raise
             except Exception as error:
-                # It may need a kernel, or memory, that only its worker has.
+                # It may need a kernel, or memory, found only on its worker.
                 rank_zero_info(
                     f"whether {describe_layer(number)} computes on {worker.name} what it computes "
                     f"here was not checked, since it does not run here: {error}"
@@ -231,7 +231,7 @@ class Twins(NoTwins):
         return drawing
 
     def _chosen(self, places: Mapping[int, _Place], request: Request) -> dict[int, int]:
-        """The layers that answer, each with the number of its stage."""
+        """The answering layers, each with the number of its stage."""
         called = {call.layer_index for call in request.surroundings.calls}
         found: dict[int, int] = {}
         num_left_out = 0
@@ -282,15 +282,15 @@ class Twins(NoTwins):
     def _answer_here(
         self, hand_over: _HandOver, number: int, there: TwinAnswer, draws: int = 0
     ) -> TwinAnswer:
-        """The answer of the layer in this process to what the worker's layer was given.
+        """The answer of the layer in this process to the input of the worker's layer.
 
-        What it changes outside of itself, its worker's layer changes there: that is said.
+        Warns of its changes outside of itself: the worker's layer makes them there.
 
         Args:
             hand_over: Has the call.
             number: The layer.
             there: The worker's answer.
-            draws: 0 for the random numbers that the worker has drawn; others for other ones.
+            draws: 0 for the worker's random numbers; another number for others.
         """
         request, keeps_modes = hand_over.request, hand_over.keeps_modes
         layer, call = self._layers[number], hand_over.call_of(number)
@@ -323,7 +323,7 @@ class Twins(NoTwins):
             return answer_of(layer, own_forward(layer), call, hidden, along)[1]
 
     def _seed(self, hand_over: _HandOver, number: int, draws: int) -> None:
-        """Draw what the worker's layer draws, or something else."""
+        """Seed the random numbers of the worker's layer, or others."""
         key, first = hand_over.key, self._remote.connections.first_microbatch
         visit = key.visit % FIRST_TRIAL if hand_over.keeps_modes else key.visit
         place = self._stages.dropout_step, number, key.microbatch - first, visit + draws
@@ -337,7 +337,7 @@ class Twins(NoTwins):
         return difference_of(one, other, self._trained_names(number), rounding)
 
     def _trained_names(self, number: int) -> list[str]:
-        """The names of a layer's parameters that train on its workers."""
+        """The names of a layer's parameters trained on its workers."""
         layer = self._layers[number]
         if number in self._kept:
             return trained_names(layer)
@@ -345,7 +345,7 @@ class Twins(NoTwins):
         return sorted(name for name, each in named if told.get(each, each.requires_grad))
 
     def _rounding(self, request: Request, number: int) -> float:
-        """The relative difference of a layer's results that rounding explains."""
+        """The relative difference of a layer's results explained by rounding."""
         layer, stages = {number: self._layers[number]}, self._remote.holdings.stages.values()
         dtypes = [request.hidden.dtype, request.surroundings.autocast_dtype or torch.float32]
         dtypes += [DTYPES[s.dtype] for s in stages if number in s.layers and s.dtype is not None]
@@ -353,7 +353,7 @@ class Twins(NoTwins):
         for name, tensor in tensors:
             is_weight = isinstance(tensor, nn.Parameter)
             if is_weight and (stored_in_four_bits(layer, name) or not tensor.is_floating_point()):
-                dtypes.append(torch.bfloat16)  # what is packed is multiplied in half precision
+                dtypes.append(torch.bfloat16)  # packed weights are multiplied in half precision
         if torch.get_float32_matmul_precision() != "highest":
             dtypes.append(torch.float16)  # about as coarse
         return Rounding.of((tensor for _, tensor in tensors), dtypes).of_hidden(1)

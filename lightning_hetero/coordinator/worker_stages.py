@@ -40,21 +40,21 @@ NOBODY: Mapping[str, int] = MappingProxyType({})
 
 @dataclass(frozen=True)
 class RemoteStage:
-    """A stage that the coordinator asks a worker to serve.
+    """A stage for a worker to serve.
 
     Args:
         recipe: How to build the layers.
         layers: The layers here, hollow or about to be, by their numbers.
-        contents: Reads their tensors with their states, one by one; a collection of names as its
-            argument reads those only.
+        contents: Reads their tensors with their states, one by one; with a collection of names as
+            its argument, only these.
         recompute: As in the plan.
         dtype: As in the plan.
-        weights_dtype: The dtype of the frozen weights on the worker; None if it is the one here.
-        narrowing: The dtypes to which the worker rounds the activations that it sends downstream,
-            and the gradients that it sends upstream.
+        weights_dtype: The dtype of the frozen weights on the worker; None if it is the dtype here.
+        narrowing: The dtypes to which the worker rounds its activations sent downstream and its
+            gradients sent upstream.
         compile: As in the plan.
         is_split: Whether replicas each step a part of the parameters.
-        constants: The names of tensors that no forward may change; see `SharedParts`.
+        constants: The names of tensors that forwards must not change; see `SharedParts`.
     """
 
     recipe: Recipe | BlocksRecipe
@@ -79,10 +79,10 @@ class RemoteStage:
         return dtypes_on_stage(self.layers, self.weights_dtype)
 
     def check_can_be_held(self, worker: Member) -> None:
-        """Refuse a worker that lacks what the layers need, before anything is sent.
+        """Refuse a worker without the abilities needed by the layers, before anything is sent.
 
         Raises:
-            WorkerError: With what it lacks.
+            WorkerError: With the missing abilities.
         """
         four_bit, dtypes = has_four_bit(self.layers), self.tensor_dtypes.values()
         lacks = shortcomings(worker.equipment, self.recipe, dtypes, four_bit)
@@ -98,8 +98,8 @@ class RemoteStage:
 
         Args:
             number: The stage's number.
-            holders: The numbers of the processes that hold it, if there are several.
-            owner_of: The number of the process that answers for each tensor then.
+            holders: The numbers of its processes, if there are several.
+            owner_of: The number of the owner of each tensor then.
         """
         parameters = describe_parameters(self.layers, self.tensor_dtypes)
         return m.StageSpec(
@@ -177,7 +177,7 @@ def remote_stages(
     weights_dtype_of: Callable[[StagePlan], torch.dtype | None],
     constants: Collection[str] = (),
 ) -> list[RemoteStage]:
-    """The remote stages of a plan with these layers of the module, of which some tensors are
+    """The remote stages of a plan with these layers of the module; some of their tensors are
     ``constants``.
 
     Raises:
@@ -231,13 +231,13 @@ def _checkpoints_gradients(layers: dict[int, DecoderLayer]) -> bool:
 
 @dataclass(frozen=True)
 class Holdings:
-    """The stages that workers serve, and the tensors that they have received so far.
+    """The stages on workers, and the tensors received by them so far.
 
     Args:
         stages: The stages by their numbers.
         members: The workers by their names.
         tensors: How the workers hold each tensor, by its name.
-        owner_of: For each tensor that has been sent, the worker that answers for it.
+        owner_of: For each sent tensor, the worker that answers for it.
         placement: The holders of each stage.
     """
 
@@ -259,11 +259,11 @@ class Holdings:
 
     @property
     def workers(self) -> list[Member]:
-        """The workers with a stage, in the order in which the layers come to them."""
+        """The workers with a stage, in the order of their layers."""
         return [self.members[name] for name in self.placement.workers]
 
     def way(self, microbatch: int, is_whole: bool) -> dict[int, Member]:
-        """The worker of each stage that a micro-batch passes; see `Placement.route`."""
+        """The worker of each stage on a micro-batch's way; see `Placement.route`."""
         route = self.placement.route(microbatch, is_whole)
         return {number: self.members[name] for number, name in route}
 
@@ -313,31 +313,31 @@ class Holdings:
         return {name: self.tensors[name] for name in self.stages[number].names}
 
     def of(self, worker: Member) -> dict[str, HeldTensor]:
-        """The tensors that one worker holds."""
+        """The tensors owned by one worker."""
         owners = self.owner_of.items()
         return {name: self.tensors[name] for name, owner in owners if owner is worker}
 
     def names_by_owner(self, names: Iterable[str]) -> list[tuple[Member, list[str]]]:
-        """The workers that answer for some of these tensors, each with the names of its own."""
+        """The owners of some of these tensors, each with the names of its own."""
         return self._grouped(names, lambda name: (self.owner_of[name],))
 
     def names_by_holder(self, names: Iterable[str]) -> list[tuple[Member, list[str]]]:
-        """The workers that hold some of these tensors, each with their names."""
+        """The holders of some of these tensors, each with their names."""
         return self._grouped(names, self.holders_of.__getitem__, self._hosted)
 
     def names_by_stepper(self, names: Iterable[str]) -> list[tuple[Member, list[str]]]:
-        """The workers that step some of these parameters, each with their names."""
+        """The workers stepping some of these parameters, each with their names."""
         return self._grouped(names, self.steppers)
 
     def steppers(self, name: str) -> tuple[Member, ...]:
-        """The workers that step a parameter; none if this process does."""
+        """The workers stepping a parameter; empty if this process steps it."""
         if name not in self.owner_of:
             return ()
         return (self.owner_of[name],) if name in self._split else self.holders_of[name]
 
     @cached_property
     def holders_of(self) -> dict[str, tuple[Member, ...]]:
-        """The workers that hold each tensor, in the plan's order."""
+        """The holders of each tensor, in the plan's order."""
         return {
             name: tuple(self.holders(number))
             for number, stage in self.stages.items()
@@ -351,7 +351,7 @@ class Holdings:
 
     @cached_property
     def _hosted(self) -> set[str]:
-        """The tensors for which the coordinator answers, though workers hold them too."""
+        """The tensors owned by the coordinator, though workers hold them too."""
         placed = self.placement.hosted
         hosted = {} if placed is None else self.stages[placed.number].layers
         return {name for name, _ in named_tensors(hosted)}
@@ -369,7 +369,7 @@ class Holdings:
         return sorted(found.items(), key=lambda item: item[0].number)
 
     def dtypes(self) -> set[torch.dtype]:
-        """The floating dtypes of the tensors, and those that stages compute in."""
+        """The floating dtypes of the tensors, and of the stages' computation."""
         specs = [held.spec.torch_dtype for held in self.tensors.values()]
         found = {*specs, *(held.home_dtype for held in self.tensors.values())}
         found |= {DTYPES[s.dtype] for s in self.stages.values() if s.dtype is not None}
@@ -404,12 +404,11 @@ def kind_of(equipment: m.Equipment) -> tuple[str, ...]:
 
 
 def owners_of(layers: Mapping[int, nn.Module], stage: PlacedStage) -> dict[str, str]:
-    """The process that answers for each tensor of a stage: its processes share those that train,
-    and those that do not.
+    """The owner of each tensor of a stage: its processes share the trained tensors, and the others.
 
-    The coordinator, if it has them too, answers for what does not train, and for everything unless
-    the plan lets the others step a part. Then it has the first layers, whose gradients come last in
-    a backward: a worker, which ends before, gets those of its own layers the sooner.
+    The coordinator, if it has them too, owns the untrained tensors, and also all trained ones
+    unless the plan lets the others step a part. Then it owns the first layers: their gradients come
+    last in a backward, so a worker, finished before, gets the gradients of its own layers sooner.
     """
     first = first_names(layers)
     each = [(name, tensor) for name, tensor in named_tensors(layers) if first[name] == name]

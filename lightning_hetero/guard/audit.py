@@ -1,9 +1,9 @@
-"""The audit: has something changed since a layer was sent, and its worker was not told?
+"""The audit: has something changed since a layer was sent, without a report to its worker?
 
     weights, gradients, ────┬─▶ the worker's optimizer steps ────────▶ weights, state ─┐
     state, fetched          └─▶ each parameter steps here by itself ─▶ weights, state ─┴▶ difference
 
-At the 10th, 100th, 1000th … batch of a run one layer is audited, each time one of another stage. An
+At the 10th, 100th, 1000th … batch of a run one layer is audited, each time of another stage. An
 optimizer of the user's own is audited at the first batch too: the trial before the run had made-up
 gradients. Steps are compared with the smallest parameters of the layer of each group and number of
 dimensions: parameters of one kind step alike. The layer's call is compared as before the first step
@@ -31,8 +31,8 @@ from .check_schedule import CheckSchedule, ordinal
 
 
 def audited_layers(plan: Plan) -> list[int]:
-    """The layers on workers in the order in which they are audited: the first ones of all stages,
-    then the second ones, and so on."""
+    """The layers on workers in the order of their audits: the first layers of all stages, then the
+    second layers, and so on."""
     remote = [[*stage.layer_indices] for stage in plan.remote_stages]
     most = max(map(len, remote), default=0)
     return [numbers[at] for at in range(most) for numbers in remote if at < len(numbers)]
@@ -63,7 +63,7 @@ class Audit:
         mode: The answer to a difference.
 
     Attributes:
-        schedule: Tells which batches are audited; nothing is new to it, so it has no others.
+        schedule: Chooses the audited batches, only by their numbers.
     """
 
     mode: CheckFirstBatch
@@ -71,7 +71,7 @@ class Audit:
     _deployment: Deployment | None = None
     _layer: int | None = None
     _which: str = ""
-    # The optimizers whose steps have still to be audited, and what was fetched before a step.
+    # The optimizers with a step still to audit, and the fetched parameters before a step.
     _due: set[int] = field(default_factory=set)
     _before: list[_Parameter] = field(default_factory=list)
     _said: set[str] = field(default_factory=set)
@@ -125,7 +125,7 @@ class Audit:
         ]
 
     def after_step(self, remote: RemoteOptimizer) -> None:
-        """Compare a step with that of its parameters here.
+        """Compare a step with a step of its parameters here.
 
         Raises:
             ModelError: If something differs by more than a little, and the mode is ``"stop"``.
@@ -181,8 +181,8 @@ class Audit:
 
 
 def _chosen(deployment: Deployment, remote: RemoteOptimizer, number: int) -> dict[str, int]:
-    """The names of the parameters whose steps are compared, each with the number of its group: of
-    each group the smallest of the layer with as many dimensions, trained or frozen."""
+    """The names of the parameters with compared steps, each with the number of its group: of each
+    group the layer's smallest parameter of each number of dimensions, trained and frozen."""
     names, owned = deployment.stepped_away, deployment.coordinator.layers.holdings.owner_of
     smallest: dict[tuple[int, int, bool], tuple[int, str]] = {}
     for group, each in enumerate(remote.optimizer.param_groups):
@@ -198,7 +198,7 @@ def _chosen(deployment: Deployment, remote: RemoteOptimizer, number: int) -> dic
 def _fetched(
     deployment: Deployment, remote: RemoteOptimizer, chosen: Mapping[str, int]
 ) -> tuple[Mapping[str, Tensor], Mapping[str, dict[str, object]]]:
-    """The weights of parameters, and the optimizer's state of each that has one."""
+    """The weights of parameters, and the optimizer's states for them."""
     weights = deployment.coordinator.layers.fetch([*chosen])
     return weights, remote.remote_state({*chosen})
 

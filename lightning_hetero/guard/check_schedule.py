@@ -1,6 +1,6 @@
-"""Which batches of a run are checked: the loss or a log may change its kind after the first one.
+"""The schedule of a run's checks: the loss or a log may change its kind after the first batch.
 
-    batch    1   2 ... 10 ... 100 ... 1000      and behind a batch with something new
+    batch    1   2 ... 10 ... 100 ... 1000      and after a batch with something new
     check    x          x      x       x
 
 A log, a returned value, a parameter with a gradient, or a kind of data is new if each checked batch
@@ -10,8 +10,8 @@ of an accumulation window cannot be checked; it is kept for the next check.
 With another kind of data a loss may take another way through its code:
 
     mask       all ones, until a batch has padding
-    labels     none are left out, until one is -100
-    targets    no number is missing, until one is NaN
+    labels     all count, until one is -100
+    targets    all are numbers, until one is NaN
     inputs     one length, until a batch is longer
 """
 
@@ -30,7 +30,7 @@ from ..pipeline.microbatch import IGNORED_LABEL
 _KINDS = ("several values", "a number that is not zero", "labels that are left out", "NaN")
 _FACTOR = 10
 # So many checks of something new come at once. Each further one waits twice as long after the check
-# before, so that a run whose batches always have something new has few checks too.
+# before, so a run has few checks even if each batch has something new.
 _AT_ONCE = 4
 # A run may log a new name in each batch; its older ones are forgotten then.
 _MOST_NEW = 1000
@@ -38,7 +38,7 @@ _MOST_NEW = 1000
 
 @dataclass(frozen=True)
 class KeptBatch:
-    """A batch with something new that waits for its check.
+    """A batch with something new, waiting for its check.
 
     Args:
         number: Its number in the run.
@@ -56,12 +56,12 @@ class RunChecks:
     """The checks of a run.
 
     Attributes:
-        schedule: Tells which batches are checked.
+        schedule: Chooses the checked batches.
         said: The sentences so far, each once: differences, and changes by `training_step`.
-        kept: The batch that the next check is of, if that is not the present one.
+        kept: The batch for the next check, if it is an earlier one.
         takes_few: Whether a whole batch was too large for a check.
         needs_gradients: Whether ``training_step`` fails without gradients.
-        are_over: Whether a check could not be made, as no later one could.
+        are_over: Whether a check was impossible; later checks would be, too.
     """
 
     schedule: CheckSchedule = field(default_factory=lambda: CheckSchedule())
@@ -89,7 +89,7 @@ class RunChecks:
 
     @property
     def which(self) -> str:
-        """The batch that was checked last, as a word."""
+        """The latest checked batch, as a word."""
         return ordinal(self.schedule.checked[-1])
 
 
@@ -99,7 +99,7 @@ class CheckSchedule:
 
     Attributes:
         number: The number of the present batch, from 1.
-        checked: The numbers of the batches that were checked.
+        checked: The numbers of the checked batches.
     """
 
     number: int = 0
@@ -107,7 +107,7 @@ class CheckSchedule:
     _next: int = 1
     _num_new: int = 0
     _known: set[Hashable] = field(default_factory=set)
-    # Of what is new: the latest batch that had it, and the one that should have it again.
+    # Of something new: the latest batch with it, and the next expected batch with it.
     _latest: dict[Hashable, int] = field(default_factory=dict)
     _expected: dict[Hashable, int] = field(default_factory=dict)
 
@@ -134,7 +134,7 @@ class CheckSchedule:
         return is_time and (has_kept or self.number in self._expected.values())
 
     def check_instead(self, number: int, found: Collection[Hashable]) -> None:
-        """Note that the present check is of an earlier batch, and what that has had."""
+        """Note an earlier batch as the batch of the present check, and its kinds."""
         self.checked[-1] = number
         self._know(found)
 
@@ -145,10 +145,10 @@ class CheckSchedule:
             self._expected.pop(name, None)
 
     def end_batch(self, found: Collection[Hashable]) -> bool:
-        """Note what the present batch has had; returns whether some of it was never checked.
+        """Note the kinds of the present batch; returns whether one of them was never checked.
 
         Args:
-            found: Names for its logs and whatever else tells of what kind its loss is.
+            found: Names for its logs, and for anything else with a kind of its loss.
         """
         if self._known.issuperset(found):
             return False
@@ -208,7 +208,7 @@ class BatchKindReader:
         """Read the kinds of a batch, without waiting for the device.
 
         Args:
-            entries: Its tensors by the code that reads them.
+            entries: Its tensors by the code reading them.
         """
         others = {
             ("data", path, "another length")

@@ -3,12 +3,12 @@
     training_step(batch)  ──────────────────────────────▶ loss of the whole ─┐
     training_step(micro-batch 1), …, weighted and added ▶ loss as it is cut ─┴▶ difference
 
-Both run before the first step, without gradients and in evaluation mode, and leave nothing behind.
-A ``training_step`` that fails so runs with gradients.
-They run again at later batches (`check_schedule`), because a loss may change its kind.
-If the losses differ, the check tries several remedies and names those that work. If they do not,
-their gradients are compared too, of the first two micro-batches (`first_gradients`): those of
-`loss / loss.detach()` differ, and the losses are all 1.
+Both run before the first step, without gradients and in evaluation mode, and leave no trace. If
+``training_step`` fails without gradients, it runs with them. Both run again at later batches
+(`check_schedule`), because a loss may change its kind. If the losses differ, the check tries
+several remedies and names the working ones. Otherwise it compares the gradients too, with the first
+two micro-batches (`first_gradients`): the losses of `loss / loss.detach()` are all 1, but its
+gradients differ.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ _LATER = "Earlier checks have not found it, and the run goes on."
 
 
 def _drop(*_args: Any, **_kwargs: Any) -> None:
-    """Stands in for what would keep a value."""
+    """Stands in for a function that would keep a value."""
 
 
 @dataclass(frozen=True)
@@ -99,14 +99,14 @@ class Losses:
 
 
 class Remedy(NamedTuple):
-    """Something that was tried and gives the loss of the whole batch."""
+    """A tried setting with the loss of the whole batch."""
 
     setting: str
     cause: str
 
 
 class _Problem(NamedTuple):
-    """A difference between what a batch has and what its micro-batches have together.
+    """A difference between a batch and its micro-batches together.
 
     Args:
         text: The difference and its remedies in words.
@@ -119,13 +119,13 @@ class _Problem(NamedTuple):
 
 @dataclass(frozen=True)
 class FirstBatchCheck:
-    """Compares the loss of a batch with that of its micro-batches, in a step that has begun.
+    """Compares a batch's loss with the loss of its micro-batches, in a step begun before.
 
     Args:
         trial: Where ``training_step`` runs.
         weighting: How micro-batch losses combine.
-        checks: All of the run, with this one.
-        one_run: A block in which ``training_step`` runs and leaves nothing behind: a layer in this
+        checks: All checks of the run, with this one.
+        one_run: A block in which ``training_step`` runs and leaves no trace: a layer in this
             process may count its calls, and a module may carry a state from one call to the next.
     """
 
@@ -166,8 +166,8 @@ class FirstBatchCheck:
         try:
             return self._compare(batch)
         except Exception as error:
-            # Other errors are of the user's own code, which may need gradients or training mode.
-            # A later check ends no run: what it cannot do, the step itself may be able to do.
+            # Other errors are of the user's own code, which may need gradients or training mode. A
+            # later check does not end a run: the step itself may succeed.
             is_refused = isinstance(error, HeteroError) and not is_out_of_memory(error)
             if is_refused and self.checks.is_first:
                 raise
@@ -218,7 +218,7 @@ class FirstBatchCheck:
         elif not self.checks.was_said("loss", difference.is_large):
             if self._is_random(losses, difference, batch):
                 return None
-            # A small difference is no news behind a large one.
+            # A small difference is not worth a word after a large one.
             self.checks.said.update(("loss", size) for size in {difference.is_large, False})
             text = _said(self.checks.which, losses, weights, self._remedies(losses, batch))
             problem = _Problem(text, difference.is_large)
@@ -242,7 +242,7 @@ class FirstBatchCheck:
             return None
         again = Logged(metrics_of(self.trial.module))
         self._redrawn(batch.whole, again)
-        # A time, or what is drawn at random, is another value at each run.
+        # A time or a random number has another value at each run.
         known = {*self.checks.said, *whole.differing(again)}
         new = {key: text for key, text in differing.items() if key not in known}
         self.checks.said.update(new)
@@ -287,7 +287,7 @@ class FirstBatchCheck:
             cause = f"{type(error).__name__}: {error}"
             self.trial.recover()
         if cause is not None:
-            self.checks.said.add(("gradients",))  # nor could those of a later batch
+            self.checks.said.add(("gradients",))  # a later batch could not be checked either
             rank_zero_info(
                 f"Whether the gradients of the {self.checks.which} batch are those of its "
                 f"micro-batches could not be checked. {cause}"
@@ -324,8 +324,8 @@ class FirstBatchCheck:
         *,
         puts_draws_back: bool = True,
     ) -> RunGradients:
-        """The gradients of a loss for the hidden states that come back from the layers, and for
-        the coordinator's parameters."""
+        """The gradients of a loss for the layers' returned hidden states, and for the coordinator's
+        parameters."""
         one_run = self.one_run(puts_draws_back=puts_draws_back)
         module, deployment = self.trial.module, self.trial.deployment
         plugin = module.trainer.precision_plugin
@@ -411,7 +411,8 @@ class FirstBatchCheck:
             )
 
     def _redrawn(self, batch: Any, logged: Logged | None = None) -> float | None:
-        """The loss with the next random numbers, and with nothing else of the run before."""
+        """The loss with the next random numbers, but otherwise without a trace of the run
+        before."""
         with self.one_run(puts_draws_back=False):
             return self._loss(batch, logged)
 
@@ -478,14 +479,14 @@ def _changed_in(module: pl.LightningModule, has_changed: Callable[[Tensor], bool
 
 
 def _can_be_compared(parameter: nn.Parameter) -> bool:
-    """Whether a parameter's gradient tells of more than rounding. On processors the gradient of an
-    embedding in half precision is added up in half precision: that of a frequent token is lost."""
+    """Whether a parameter's gradient shows more than rounding. On CPUs an embedding's gradient in
+    half precision is added up in half precision: a frequent token's gradient is lost."""
     return parameter.requires_grad and parameter.dtype.itemsize >= torch.float32.itemsize
 
 
 @contextmanager
 def _in_evaluation(module: pl.LightningModule, away: Sequence[nn.Module]) -> Iterator[None]:
-    """Inside, dropout is off; modules that normalize over a batch stay as in training.
+    """Inside, dropout is off; modules with normalization over a batch stay as in training.
 
     The module itself keeps its mode, because its ``training_step`` may ask for it. Layers that are
     away keep their mode too: a trial sets it on the workers.
@@ -517,7 +518,7 @@ def _said(which: str, losses: Losses, weights: Sequence[float], remedies: Sequen
 
 
 def _counts_in(microbatches: Sequence[Any]) -> Iterator[tuple[str, list[float]]]:
-    """Numbers that may weight the micro-batches, each with the code that counts it."""
+    """Possible weights of the micro-batches, each with the code counting them."""
     tensors = [tensors_of(microbatch) for microbatch in microbatches]
     for path in tensors[0]:
         each = [found[path] for found in tensors if path in found]
@@ -538,7 +539,7 @@ def _may_count(tensor: Tensor) -> bool:
 
 
 def tensors_of(part: Any, path: str = "batch") -> dict[str, Tensor]:
-    """The tensors of a batch by the code that reads them."""
+    """The tensors of a batch by the code reading them."""
     if isinstance(part, Tensor):
         return {path: part}
     inside: list[tuple[str, Any]] = []

@@ -1,12 +1,12 @@
 """The gradients of a checked batch, as a whole and of its micro-batches together.
 
-    loss ──▶ hidden states that came back      their gradients, and those of parameters and of
+    loss ──▶ returned hidden states            their gradients, and gradients of parameters and of
                                                collected outputs, such as router logits
-    hidden states that were sent ──▶ the rest  the same, for made-up gradients of what was sent
+    sent hidden states ──▶ the rest            the same, for made-up gradients of the sent states
 
 The layers between do not run backwards from there. Layers with code of the user's own run backwards
 each by itself, from other made-up gradients (`pipeline/trial_backward.py`). The made-up gradient of
-a hidden state is a simple function of it: a sample has the same one in the batch and in its
+a hidden state is a simple function of it: a sample has the same gradient in the batch and in its
 micro-batch.
 """
 
@@ -39,20 +39,20 @@ from ..pipeline.tolerance import (
 from ..pipeline.trial_backward import TriedBackward, difference_of_backwards, other_gradients
 from ..pipeline.twin import made_up
 
-# Parameters that are zero as yet, as those of adapters, change by about this much.
+# Parameters with zeros as yet, such as adapters', change by about this much.
 _LEAST_CHANGE = 1e-2
 _SAFE = "the safe mode `micro_batching='boundary'` repairs it."
 
 
 @dataclass(frozen=True)
 class WeighedRows:
-    """A gradient, which may be large, as the sum of its rows, each with a weight of its own: those
-    of an output embedding add up to zero.
+    """A possibly large gradient, as the sum of its rows, each with a weight of its own: the plain
+    sum of an output embedding's rows is zero.
 
     Args:
         row: The sum.
         norm: The norm of the gradient.
-        noise: The norm below which it may be noise.
+        noise: The norm up to which it may be noise.
     """
 
     row: Tensor
@@ -65,7 +65,7 @@ class WeighedRows:
 
         Args:
             gradient: The gradient for a tensor.
-            least: The least change that counts, of what it is the gradient of.
+            least: The least change of the differentiated number that counts.
             value: The tensor.
         """
         found = gradient.detach()
@@ -80,7 +80,7 @@ class WeighedRows:
         return cls(weights @ rows, float(rows.norm()), least / _size(value))
 
     def difference(self, cut: Sequence[WeighedRows]) -> float:
-        """The difference to those of micro-batches together, relative to the norm."""
+        """The difference to the sum of the micro-batches' gradients, relative to the norm."""
         norm = max(self.norm, *(each.norm for each in cut))
         if not self.noise < norm < math.inf:
             return 0.0
@@ -89,11 +89,11 @@ class WeighedRows:
 
 @dataclass(frozen=True)
 class Backward:
-    """The gradients that a backward has found.
+    """The gradients from a backward.
 
     Args:
         for_hidden: The gradients for the hidden states of the layers, one for each hand-over.
-        noise: The norms below which these may be noise.
+        noise: The norms up to which these may be noise.
         for_parameters: The gradients for parameters.
     """
 
@@ -114,9 +114,9 @@ class Backward:
 
         Args:
             ends: Where it begins.
-            gradients: Theirs.
-            hidden: The hidden states that the layers gave.
-            parameters: Those that train.
+            gradients: The gradients of the ends.
+            hidden: The hidden states returned by the layers.
+            parameters: The trained parameters.
             least: The least change of the ends that counts.
         """
         inputs = [*hidden, *parameters]
@@ -150,15 +150,15 @@ class Backward:
 
 @dataclass(frozen=True)
 class RunGradients:
-    """The gradients that one run of a batch has.
+    """The gradients of one run of a batch.
 
     Args:
         of_loss: The gradients of the loss.
-        of_outputs: Those of the loss for collected outputs that came back, by the kind.
-        of_sent: The gradients of the tensors sent to the layers.
+        of_outputs: The gradients of the loss for returned collected outputs, by their kind.
+        of_sent: The gradients from made-up gradients of the tensors sent to the layers.
         of_layers: The answers of layers with code of the user's own to made-up gradients.
-        sent: The shapes of what was sent.
-        factor: The gradient of a number that was sent, relative to another such number.
+        sent: The shapes of the sent tensors.
+        factor: The size of the made-up gradients of sent tensors, relative to the tensors.
     """
 
     of_loss: Backward
@@ -178,15 +178,16 @@ class RunGradients:
         parameters: Sequence[nn.Parameter] = (),
         whole: RunGradients | None = None,
     ) -> RunGradients:
-        """Run the backward of a loss as far as the hidden states, and that of what was sent.
+        """Run the backward of a loss as far as the hidden states, and the backward of the sent
+        tensors.
 
         Args:
             loss: The loss; None where ``training_step`` skips the batch.
             tried: The hand-overs.
             weight: How much the loss counts.
-            scale: The scale of all losses, so that no gradient is too small for half precision.
-            parameters: Those of the coordinator that train.
-            whole: Those of the whole batch for one of two micro-batches.
+            scale: The scale of all losses, so gradients are not too small for half precision.
+            parameters: The coordinator's trained parameters.
+            whole: The whole batch's gradients, for one of two micro-batches.
         """
         hidden = [each.back for each in tried]
         ends: list[Tensor] = []
@@ -206,7 +207,7 @@ class RunGradients:
             factors = [factor] * len(sent)
         else:
             factor = whole.factor
-            # What does not belong to samples is sent by each micro-batch.
+            # Each micro-batch sends the tensors without a dimension of samples.
             shapes = [each.shape for each in sent]
             is_shared = [shape in whole.sent[n : n + 1] for n, shape in enumerate(shapes)]
             factors = [factor / 2 if each else factor for each in is_shared]
@@ -222,8 +223,8 @@ class RunGradients:
         return all(len(each.of_loss.for_hidden) == num_hand_overs for each in cut)
 
     def is_cut_into(self, cut: Sequence[RunGradients]) -> bool:
-        """Whether what was sent is that of micro-batches together, beside what does not belong to
-        samples. Otherwise they may be padded to other lengths."""
+        """Whether the sent tensors, except tensors without samples, are the micro-batches' tensors
+        together. Otherwise these may be padded to other lengths."""
         columns = [each.sent for each in cut]
         return all(len(column) == len(self.sent) for column in columns) and all(
             set(row) == {shape} or dim_of_cut(shape, row) is not None
@@ -237,8 +238,8 @@ class RunGradients:
         ends a run; None if rounding explains all.
 
         Args:
-            cut: Those of the micro-batches, which have as many hand-overs.
-            rounding: The relative difference that rounding explains.
+            cut: The gradients of the micro-batches, with as many hand-overs each.
+            rounding: The relative difference explained by rounding.
             which: The batch, as a word.
         """
         for_outputs, kind = self.difference_for_outputs(cut)
@@ -258,7 +259,7 @@ class RunGradients:
         return max(others, key=lambda each: each[1], default=None)
 
     def difference_for_loss(self, cut: Sequence[RunGradients]) -> float:
-        """The largest difference of the gradients of the loss to those of micro-batches together,
+        """The largest difference of the gradients of the loss to the micro-batches' together,
         relative to their norms."""
         return self.of_loss.difference([each.of_loss for each in cut])
 
@@ -277,13 +278,13 @@ class RunGradients:
         return max(found, default=(0.0, ""))
 
     def difference_before_layers(self, cut: Sequence[RunGradients]) -> float:
-        """The same of what was sent."""
+        """The largest relative difference of the gradients before the first remote layer."""
         return self.of_sent.difference([each.of_sent for each in cut])
 
 
 class WatchesBackwards(TorchFunctionMode):
     """Inside, a ``training_step`` may not take gradients through layers on workers by itself: its
-    graph ends where they begin, so that these gradients would be None or those of a part.
+    graph ends before these layers, so the gradients would be None or incomplete.
 
     Args:
         tried: The hand-overs so far; the list grows.
@@ -325,7 +326,7 @@ _Edge: TypeAlias = tuple[Node, int]
 
 
 def _edges_behind(ends: Any) -> set[_Edge]:
-    """Where a backward from some tensors may come to."""
+    """The edges in reach of a backward from some tensors."""
     found: set[_Edge] = set()
     waiting = [_edge_of(end) for end in _tensors_in(ends)]
     while waiting:
@@ -342,7 +343,7 @@ def _edge_of(tensor: Tensor) -> _Edge:
 
 
 def _tensors_in(some: Any) -> Iterator[Tensor]:
-    """The tensors that have gradients."""
+    """The tensors that require gradients."""
     for each in [some] if isinstance(some, Tensor) else some or ():
         if isinstance(each, Tensor) and each.requires_grad:
             yield each
@@ -397,8 +398,8 @@ def _size(tensor: Tensor) -> float:
 
 
 def _alike(whole: Tensor, pieces: Sequence[Tensor]) -> tuple[Tensor, Iterator[Tensor]]:
-    """The whole, and what it may be of the pieces: these joined along their samples; or sums over
-    all samples and positions if pieces are padded to other lengths than the whole."""
+    """The whole and its possible values from the pieces: these joined along their samples; or sums
+    over all samples and positions if pieces are padded to other lengths than the whole."""
     whole, pieces = whole.float(), [piece.float() for piece in pieces]
     dim = dim_of_cut(whole.shape, [piece.shape for piece in pieces])
     if dim is not None:

@@ -21,13 +21,13 @@ Kind = Literal["log", "result"]
 
 
 class Shown(NamedTuple):
-    """Something that a run logs or returns.
+    """A logged or returned value of a run.
 
     Args:
         name: Its name.
         words: The name in a sentence.
-        value: A number, or a text that has to be the same.
-        head: What the value is, in words.
+        value: A number, or a text; equal texts agree.
+        head: The kind of the value, in words.
         resolution: The relative distance of two numbers of the value's dtype.
     """
 
@@ -72,12 +72,12 @@ class Logged:
         self.note_metric(name, value)
 
     def end(self, result: Any) -> None:
-        """Note what ``training_step`` has returned, and what metrics have seen."""
+        """Note the result of ``training_step``, and the metrics' values."""
         self.note_result(result)
         self.compute_metrics()
 
     def note(self, name: str, value: Any, *_args: Any, **kwargs: Any) -> None:
-        """Note a number; metrics and whatever else is no number are left out."""
+        """Note a number; metrics and all other values are left out."""
         resolution = 0.0
         if isinstance(value, Tensor):
             value = value.detach()
@@ -99,7 +99,7 @@ class Logged:
             self.found.update((("result", path), shown) for path, shown in _inside(result))
 
     def compute_metrics(self) -> None:
-        """Note what the metrics have seen at the end of a run: an epoch logs that, though a metric
+        """Note the metrics' values at the end of a run: an epoch logs these values, though a metric
         may be logged before it is called again, or computed by other code."""
         logged = {id(metric) for metric in self._logged.values()}
         updated = {
@@ -137,8 +137,8 @@ class LoggedPieces(Logged):
     """The logs and results of the micro-batches of a batch.
 
     Args:
-        step_log: Merges what they log.
-        metrics: Those of the module, as they are before the batch.
+        step_log: Merges their logs.
+        metrics: The module's metrics, as they are before the batch.
     """
 
     def __init__(self, step_log: StepLog, metrics: Mapping[str, Metric]) -> None:
@@ -169,14 +169,14 @@ class LoggedPieces(Logged):
         if all(isinstance(result, Mapping) for result in self._results):
             losses = (result["loss"] for result in self._results)
             added = sum(losses) if self.step_log.adds_losses else None
-            # What has no merged form ends the step itself, which says so.
+            # A result without a merged form ends the step itself, with an error.
             with suppress(BatchError):
                 self.note_result(merge_results(self._results, shares, added))
 
 
 def metrics_of(module: nn.Module) -> dict[str, Metric]:
     """The metrics of a module by their paths, without metrics inside of others. Metrics of a
-    collection share their states, so that one by itself may be behind."""
+    collection share their states, so a single one may not be up to date."""
     found: dict[str, Metric] = {}
     for place, outer in (("", module), *loose_modules(module)):
         inside: set[nn.Module] = set()

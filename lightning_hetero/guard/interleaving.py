@@ -3,9 +3,9 @@
     micro-batch 0, 1, 2, … one after the other ──▶ losses alone ──────┐
     the step: several on their way, in threads ──▶ losses of the step ┴▶ difference
 
-Both have the same weights, modes and random numbers, and leave out rounding the same losses, unless
+Both have the same weights, modes and random numbers, and up to rounding the same losses, unless
 `training_step` keeps something where other micro-batches or another thread see something else: in a
-list, a dictionary, a global, the mode of a module, or in what Python and torch keep per thread.
+list, a dictionary, a global, the mode of a module, or a state of Python or torch per thread.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _NOT_CHECKED = "whether the micro-batches of a step disturb each other was not c
 
 @dataclass(frozen=True)
 class Difference:
-    """A micro-batch that has another loss in its step than alone."""
+    """A micro-batch with another loss in its step than alone."""
 
     microbatch: int
     in_step: float | None
@@ -45,18 +45,18 @@ class Difference:
 
 @dataclass(frozen=True)
 class LossesAlone:
-    """The losses that micro-batches have when they run one after the other.
+    """The losses of micro-batches run one after the other.
 
     Args:
         found: The losses; None where ``training_step`` skips a micro-batch.
-        rounding: The relative difference that rounding explains.
+        rounding: The relative difference explained by rounding.
     """
 
     found: Sequence[float | None]
     rounding: float
 
     def largest_difference(self, others: Sequence[float | None]) -> Difference | None:
-        """The micro-batch whose loss differs most from another one; None if rounding explains it.
+        """The micro-batch with the largest difference between losses; None if rounding explains it.
 
         Args:
             others: Losses of the same micro-batches, and perhaps of more.
@@ -72,14 +72,14 @@ class LossesAlone:
 
 
 class InterleavingCheck:
-    """Compares the losses of a step's micro-batches with those that they have alone.
+    """Compares the losses of a step's micro-batches with their losses alone.
 
     Args:
         deployment: Where the layers are.
         mode: The answer to a difference.
 
     Attributes:
-        alone: The losses that the step is to be compared with; None if it is not to be.
+        alone: The losses for the comparison with the step; None without a comparison.
     """
 
     def __init__(self, deployment: Deployment, mode: CheckFirstBatch) -> None:
@@ -93,7 +93,7 @@ class InterleavingCheck:
         `compare` uses the losses.
 
         Args:
-            checks: Those of the run.
+            checks: The checks of the run.
             batch: The batch as it is cut, or the window.
             trial: Runs them.
         """
@@ -143,10 +143,10 @@ class InterleavingCheck:
         return losses
 
     def compare(self, checks: RunChecks, results: Sequence[Any]) -> None:
-        """Compare the losses of a step with those alone, if these were computed for it.
+        """Compare the losses of a step with the losses alone, if these were computed for it.
 
         Args:
-            checks: Those of the run.
+            checks: The checks of the run.
             results: The results of ``training_step`` for the micro-batches.
 
         Raises:

@@ -31,7 +31,7 @@ def may_change(module: nn.Module) -> bool:
 
 
 def warn_of_changes(names: Sequence[str]) -> None:
-    """Warn of what each micro-batch changes, if there is any."""
+    """Warn of names changed by each micro-batch, if there are any."""
     if names:
         rank_zero_warn(
             f"`training_step` changes {', '.join(names)} in place, which happens once for each "
@@ -41,7 +41,7 @@ def warn_of_changes(names: Sequence[str]) -> None:
 
 
 def warn_of_backwards(names: Sequence[str]) -> None:
-    """Warn of what backwards change between the forwards of their batch, if there is any."""
+    """Warn of names changed by backwards between the forwards of their batch, if there are any."""
     if names:
         rank_zero_warn(
             f"Backwards of the batch change {', '.join(names)}, as a hook does, while other "
@@ -52,7 +52,7 @@ def warn_of_backwards(names: Sequence[str]) -> None:
 
 
 def _looked_into(module: nn.Module, away: Iterable[nn.Module]) -> list[tuple[str, nn.Module]]:
-    """The modules that run here, with their paths, without those that may change."""
+    """The modules running here, with their paths, except modules that may change."""
     skipped = {inner for outer in away for inner in outer.modules()}
     return [
         (path, inner)
@@ -62,18 +62,18 @@ def _looked_into(module: nn.Module, away: Iterable[nn.Module]) -> list[tuple[str
 
 
 class StepChanges:
-    """Counts how often the micro-batches of a step change each buffer and attribute, and what the
-    user's code keeps outside of modules.
+    """Counts how often the micro-batches of a step change each buffer and attribute, and each value
+    kept outside of modules by the user's code.
 
-    A list that only gets what belongs to samples is on one device the same in the end.
+    A list that only gets items for samples is on one device the same in the end.
 
     Args:
         module: The LightningModule.
-        away: Modules in it that run elsewhere.
+        away: Modules in it running elsewhere.
         num_samples: The number of samples of each micro-batch.
 
     Attributes:
-        of_backwards: The names of what backwards have changed before the last forward.
+        of_backwards: The names of values changed by backwards before the last forward.
     """
 
     def __init__(
@@ -88,7 +88,7 @@ class StepChanges:
         self._num_samples = {*num_samples}
         self._counts: Counter[str] = Counter()
         self._present = dict(self._look())
-        # What was there when the last part of a forward ended.
+        # The values at the end of the last part of a forward.
         self._left: dict[str, Any] | None = None
         self.of_backwards: set[str] = set()
 
@@ -105,8 +105,8 @@ class StepChanges:
 
     @contextmanager
     def part(self) -> Iterator[None]:
-        """Inside, a part of a micro-batch's forward runs. What changes between two parts, backwards
-        have changed."""
+        """Inside, a part of a micro-batch's forward runs. A change between two parts is a
+        backward's."""
         if self._left is not None:
             left = self._left
             self.of_backwards.update(
@@ -120,25 +120,25 @@ class StepChanges:
             self._left = dict(self._look())
 
     def _are_of_samples(self, value: Any, former_length: int) -> bool:
-        """Whether a list got items for samples: one for each, or tensors that have all of them."""
+        """Whether a list got items for samples: one for each, or tensors of all samples."""
         added = value[former_length:] if isinstance(value, list) else []
         if not added:
             return False
         tensors = tensors_in(added)
         if tensors and all(t.ndim > 0 and len(t) in self._num_samples for t in tensors):
             return True
-        # A few numbers may as well be what a micro-batch adds once.
+        # A few numbers may as well be a single addition for the micro-batch.
         are_numbers = all(isinstance(each, (int, float, Tensor)) for each in added)
         return len(added) in self._num_samples and len(added) > (2 if are_numbers else 1)
 
     @property
     def repeated(self) -> list[str]:
-        """The names of what several micro-batches have changed, such as no cache is."""
+        """The names of values changed by several micro-batches; a cache changes only once."""
         return [name for name, count in self._counts.items() if count > 1]
 
     def _look(self) -> Iterator[tuple[str, tuple[Any, Any, int]]]:
-        """What tells that a value has changed, the value, and the length of a list, by the value's
-        path; values are kept, so that no other object gets the identity of one."""
+        """The sign of a value's change, the value, and the length of a list, by the value's path;
+        values are kept, so another object cannot get the identity of one."""
         for path, module in self._modules:
             plain = {n: v for n, v in vars(module).items() if n not in self._ignored}
             for name, value in (*module._buffers.items(), *plain.items()):
@@ -152,30 +152,30 @@ def _seen(value: Any) -> tuple[Any, Any, int]:
 
 
 class OwnAttributes:
-    """Shows each micro-batch the attributes that it has set by itself.
+    """Shows each micro-batch the attributes set by itself.
 
-    Micro-batches take turns at the layers on workers. What one of them keeps in an attribute before
-    the layers, such as a mask, is to be found behind them, although others have set it meanwhile.
-    Other tensors in the places of parameters, as `torch.func.functional_call` puts them there for a
-    while, are seen by none but the micro-batch that has put them there.
+    Micro-batches take turns at the layers on workers. A micro-batch that keeps a value in an
+    attribute before the layers, such as a mask, finds it there after them, although others have set
+    it meanwhile. Other tensors in the places of parameters, as `torch.func.functional_call` puts
+    them there for a while, are seen only by the micro-batch that has put them there.
 
     Args:
         module: The LightningModule.
-        away: Modules in it that run elsewhere.
+        away: Modules in it running elsewhere.
     """
 
     def __init__(self, module: pl.LightningModule, away: Iterable[nn.Module]) -> None:
         self._modules = _looked_into(module, away)
         self._attributes = [vars(inner) for _, inner in self._modules]
         self._ignored = {*vars(pl.LightningModule()), "log", "forward"}
-        # The first step shows which modules set any.
+        # The first step shows the modules with such attributes.
         self._looked_at: Sequence[int] = range(len(self._attributes))
-        # By micro-batch: what it has set, by the number of the module and the name.
+        # By micro-batch: the values set by it, by the number of the module and the name.
         self._own: dict[int, dict[tuple[int, str], Any]] = {}
         self._parameters = [inner._parameters for _, inner in self._modules]
         # Where each parameter is.
         self._held = Held(())
-        # By micro-batch: what is in these places instead, by their numbers.
+        # By micro-batch: the tensors in these places instead, by their numbers.
         self._instead: dict[int, dict[int, Any]] = {}
 
     def begin_step(self) -> None:
@@ -252,7 +252,7 @@ class OwnAttributes:
                     del own[key]
 
     def _show(self, key: tuple[int, str], value: Any) -> Any:
-        """Set an attribute; returns what was there."""
+        """Set an attribute; returns its value before."""
         number, name = key
         present = self._attributes[number].pop(name, MISSING)
         if value is not MISSING:

@@ -78,9 +78,9 @@ class CheckedSteps:
         self._interleaving = InterleavingCheck(deployment, options.batches.check)
         self._kind_reader = BatchKindReader(deployment.coordinator.stages.copies)
         self._own_attributes = OwnAttributes(module, deployment.modules_away)
-        # While a batch runs that was checked, what its micro-batches change.
+        # While a checked batch runs, the changes by its micro-batches.
         self._changes: StepChanges | None = None
-        # The present batch as a check takes it, and of what kind it is.
+        # The present batch in a check's form, and its kinds.
         self._kept: tuple[CutBatch, Sequence[Any]] | None = None
         self._kinds: BatchKinds | None = None
 
@@ -89,13 +89,13 @@ class CheckedSteps:
     ) -> bool:
         """Check the batch if it is its turn.
 
-        A batch that adds to gradients of others is not checked: where a check fails, workers drop
-        all gradients. Before the first batch of a run there are none. If such a batch had something
-        new, it is checked in place of the first one that can be.
+        A batch that adds to gradients of others is not checked, except the first batch of a run:
+        where a check fails, workers drop all gradients. If such a batch had something new, it is
+        checked in place of the first possible one.
 
         Returns:
             Whether its step has begun for that. Only the first check belongs to a step; later ones
-            are steps by themselves, so that no step takes longer in what is measured of a run.
+            are steps by themselves, so the measured steps of a run do not take longer.
         """
         checks = self._checks
         if checks is None:
@@ -103,7 +103,7 @@ class CheckedSteps:
         self._kinds = None
         if not checks.are_over:
             self._kinds = self._kind_reader.read(tensors_of(cut.to_check.whole))
-        # One that accumulates cannot be checked itself.
+        # A batch that accumulates cannot be checked itself.
         may_keep = accumulates and len(cut.to_check.microbatches) > 1
         self._kept = (cut.to_check, rest) if may_keep else None
         schedule, kept = checks.schedule, checks.kept
@@ -164,15 +164,15 @@ class CheckedSteps:
             yield
 
     def note_changes(self) -> None:
-        """Look at what the code between two hand-overs has changed."""
+        """Look at the changes by the code between two hand-overs."""
         if self._changes is not None:
             self._changes.note()
 
     def end_batch(
         self, log: StepLog, results: Sequence[Any], gradients: Callable[[], Collection[Hashable]]
     ) -> None:
-        """Say what the micro-batches have changed, note what they have had, and keep a batch with
-        something new that could not be checked."""
+        """Warn of the micro-batches' changes, note their kinds, and keep an unchecked batch with
+        something new."""
         self._own_attributes.end_step()
         (kept, self._kept), (kinds, self._kinds) = (self._kept, None), (self._kinds, None)
         checks = self._checks
@@ -202,17 +202,17 @@ class CheckedSteps:
 
 @dataclass(frozen=True)
 class TwinCheck:
-    """Compares layers on workers with those here before the first step of a run, and before that of
-    workers that have taken the place of others: it runs micro-batches, and `Twins` compares.
+    """Compares layers on workers with the layers here before the first step of a run, and before
+    the first step of replacement workers: it runs micro-batches, and `Twins` compares.
 
     Args:
-        trial: Runs them in a step that has begun.
+        trial: Runs them in a step begun before.
     """
 
     trial: Trial
 
     def wanted(self, num_microbatches: int) -> list[int]:
-        """The micro-batches that reach the workers which are still to be compared."""
+        """The micro-batches for the comparison of workers not yet compared."""
         deployment, every = self.trial.deployment, range(num_microbatches)
         hosted = deployment.hosted
         stays = [index for index in every if hosted is not None and hosted.stays(index)]
@@ -224,7 +224,7 @@ class TwinCheck:
         Args:
             wanted: Their numbers.
             batch: The batch as it is cut, or the window.
-            is_first: Whether no batch has been trained before.
+            is_first: Whether this is the first batch or the first check of the run.
 
         Raises:
             ModelError: If a layer computes something else on its worker; see `Twins.settle`.

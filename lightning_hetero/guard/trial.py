@@ -1,4 +1,4 @@
-"""A step that has begun for checks: micro-batches run in it, and leave nothing behind."""
+"""A step begun for checks: micro-batches run in it, and leave no trace."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class Trial:
     def run_alone(
         self, index: int, microbatch: Any, run_number: int, *, has_gradients: bool = True
     ) -> Any:
-        """Run a micro-batch of the step alone; returns what ``training_step`` returns.
+        """Run a micro-batch of the step alone; returns the result of ``training_step``.
 
         Args:
             index: Its number.

@@ -1,13 +1,13 @@
-"""Journals: what a process keeps of its messages, so that another worker can repeat a lost one.
+"""Journals: a process keeps its messages, so that another worker can take a lost one's place.
 
-    coordinator ──▶ worker    Journal    all that was said since the latest snapshot
-    worker ──▶ worker         SentLog    activations, gradients, what replicas exchange, since then
-    receiver                  RepeatedMessages   what the lost worker had sent: dropped once
+    coordinator ──▶ worker    Journal    all messages since the latest snapshot
+    worker ──▶ worker         SentLog    activations, gradients, exchanges of replicas, since then
+    receiver                  RepeatedMessages   messages of the lost worker: dropped when repeated
 
-A worker is a function of its snapshot and of what came behind it. So the one in its place gets the
-same frames again. What it sends has been received in part, and is dropped: so many answers to each
-request, by its number, and so many messages of each kind, step and micro-batch. This file knows no
-socket.
+A worker is a function of its snapshot and of the messages after it. So its replacement gets the
+same frames again. A part of its messages has been received before, and is dropped: so many answers
+to each request, by its number, and so many messages of each kind, step and micro-batch. This file
+does not use sockets.
 """
 
 from __future__ import annotations
@@ -31,20 +31,20 @@ from ..written_blocks import WrittenBlock
 logger = logging.getLogger(__name__)
 
 
-# What tells a repeated message: its class, its step, and for micro-batches which one and where.
+# The identity of a repeated message: its class, its step, and for micro-batches number and place.
 Identity = tuple[Any, ...]
 
 MOST_IN_MEMORY_BYTES = 256 * 2**20
-"""Frames beyond that are kept in temporary files."""
+"""Frames beyond this size are kept in temporary files."""
 
 
 def is_standing(message: m.Message) -> bool:
-    """Whether a worker in another one's place has to be told it, whatever its snapshot has."""
+    """Whether to repeat a message to a replacement worker, with any snapshot."""
     return message.repeated is Repeated.ALWAYS
 
 
 def identity_of(message: m.Message) -> Identity:
-    """What a message has in common with the same message of a worker in the sender's place."""
+    """The common facts of a message and of its repetition by the sender's replacement."""
     kind = type(message).__name__
     if message.key is None:
         return (kind,)
@@ -58,16 +58,16 @@ class _FrameFile:
     """
 
     def __init__(self) -> None:
-        # Without a buffer, a disk that is full is noticed by the frame for which it has no room.
+        # Without a buffer, a full disk is noticed at the frame without room.
         self._file = tempfile.TemporaryFile(prefix="lightning-hetero-", buffering=0)  # noqa: SIM115
         self._num_bytes = 0
         self.num_frames = 0
 
     def append(self, frame: bytes) -> int:
-        """Write a frame behind those before; returns its position.
+        """Append a frame; returns its position.
 
         Raises:
-            OSError: If the disk is full. What was written of the frame is overwritten by the next.
+            OSError: If the disk is full. The next frame overwrites the written part.
         """
         position = self._file.seek(self._num_bytes)
         rest = memoryview(frame)
@@ -98,7 +98,7 @@ class _FrameFile:
 
 
 class FrameStore:
-    """Keeps frames in memory, and those beyond a limit in temporary files, as far as the disk has
+    """Keeps frames in memory, and frames beyond a limit in temporary files, as far as the disk has
     room.
 
     Args:
@@ -112,13 +112,13 @@ class FrameStore:
         self._most_bytes = most_bytes
         self.num_bytes = 0
         self._memory_bytes = 0
-        # The last one takes the next frame. They take turns: a single one that always has some new
-        # frame when the old ones are dropped would grow until the end of the run.
+        # The last file takes the next frame. They take turns: a single file would grow until the
+        # end of the run, if it always has some new frame when the old frames are dropped.
         self._files: list[_FrameFile] = []
         # Whether a file could not be written.
         self._is_full = False
         self._is_closed = False
-        # Threads that write to channels put what a device had to copy first.
+        # The writing threads of channels put frames with tensors copied from a device.
         self._changing = threading.Lock()
 
     def put(self, frame: bytes, in_memory: bool = False) -> StoredFrame:
@@ -126,8 +126,8 @@ class FrameStore:
 
         Args:
             frame: The bytes of the frame.
-            in_memory: Keep it in memory beyond the limit too; it may stay until the run ends, and
-                no file would become empty.
+            in_memory: Keep it in memory beyond the limit too. It may stay until the run ends, and
+                its file would never become empty.
         """
         with self._changing:
             self.num_bytes += len(frame)
@@ -138,7 +138,7 @@ class FrameStore:
             return StoredFrame(self, len(frame), frame)
 
     def _written(self, frame: bytes) -> StoredFrame | None:
-        """Keep a frame in a file; None if that is not possible."""
+        """Keep a frame in a file, if possible."""
         if self._is_closed:
             return None
         try:
@@ -158,10 +158,10 @@ class FrameStore:
             return None
 
     def _next_file(self) -> _FrameFile:
-        """The file that takes the next frame.
+        """The file for the next frame.
 
         Raises:
-            OSError: If there is no temporary folder that can be written.
+            OSError: Without a writable temporary folder.
         """
         if len(self._files) < 2:
             self._files.append(_FrameFile())
@@ -173,7 +173,7 @@ class FrameStore:
         """The bytes of a frame.
 
         Raises:
-            CheckpointError: If the file has other bytes than were written.
+            CheckpointError: If the file's bytes are not the written ones.
         """
         if frame.file is None or frame.block is None:
             return frame.content
@@ -192,7 +192,7 @@ class FrameStore:
                 frame.file.drop()
 
     def close(self) -> None:
-        """Remove the files; no frame can be read from them any more."""
+        """Remove the files; their frames cannot be read afterwards."""
         with self._changing:
             self._is_closed = True
             for file in self._files:
@@ -209,7 +209,7 @@ class StoredFrame:
         content: Its bytes; empty if it is in a file.
         position: Where it is in its file.
         file: The file; None if the frame is in memory.
-        block: What was written to the file; None if the frame is in memory.
+        block: The bytes written to the file; None if the frame is in memory.
     """
 
     store: FrameStore
@@ -234,7 +234,7 @@ class KeptMessage:
 
     Attributes:
         message: As given.
-        stamp: What the receiver had done by then, for messages that do not tell it themselves.
+        stamp: The receiver's progress by then, for messages without it.
     """
 
     def __init__(self, message: m.Message, encode: Encode, store: FrameStore) -> None:
@@ -245,16 +245,16 @@ class KeptMessage:
         self._frame: StoredFrame | None = None
 
     def read(self) -> bytes:
-        """The bytes of the frame, which is kept from the first call on."""
+        """The bytes of the frame; it is kept from the first call on."""
         if self._frame is None:
             content = b"".join(self._encode())
             self._frame = self._store.put(content, in_memory=is_standing(self.message))
-            self._encode = list  # its tensors are not needed any more
+            self._encode = list  # its tensors are no longer needed
             return content
         return self._frame.read()
 
     def encoding(self, is_ready: bool) -> Encode:
-        """What encodes the frame for a channel; an unready one waits for the device first."""
+        """The encoder of the frame for a channel; an unready one waits for the device first."""
         if not is_ready:
             return lambda: [memoryview(self.read())]
         content = self.read()
@@ -267,7 +267,7 @@ class KeptMessage:
 
 
 class SentLog:
-    """The activations, gradients and sums of gradients that a worker has sent to other workers.
+    """The activations, gradients and sums of gradients from a worker to other workers.
 
     Args:
         store: Keeps the frames.
@@ -278,7 +278,7 @@ class SentLog:
         self._entries: dict[int, deque[KeptMessage]] = {}
 
     def keep(self, member: int, message: m.Message, encode: Encode, is_ready: bool) -> Encode:
-        """Keep a message to the worker of a number; returns what encodes its frame."""
+        """Keep a message to the worker of a number; returns the encoder of its frame."""
         if not message.is_between_workers:
             return encode
         entry = KeptMessage(message, encode, self.store)
@@ -287,7 +287,7 @@ class SentLog:
         return encode
 
     def forget(self, step: float, exchange: float) -> None:
-        """Drop what belongs to steps, and to exchanges of replicas, up to these numbers."""
+        """Drop the messages of steps, and of exchanges of replicas, up to these numbers."""
         for number, entries in self._entries.items():
             self._entries[number] = deque()
             for entry in entries:
@@ -297,7 +297,7 @@ class SentLog:
                     entry.drop()
 
     def sent_to(self, member: int) -> list[KeptMessage]:
-        """What is kept for the worker of a number, in its order."""
+        """The kept messages for the worker of a number, in their order."""
         return list(self._entries.get(member, ()))
 
 
@@ -309,7 +309,7 @@ def _is_behind(message: m.Message, step: float, exchange: float) -> bool:
 
 
 class RepeatedMessages:
-    """Counts what a peer has said, and drops what the one in its place says again."""
+    """Counts a peer's messages, and drops the repetitions by its replacement."""
 
     def __init__(self) -> None:
         self._received: Counter[Identity] = Counter()
@@ -325,52 +325,52 @@ class RepeatedMessages:
         return True
 
     def begin(self) -> None:
-        """Another process takes the peer's place, and begins to repeat what the peer has said."""
+        """Another process takes the peer's place, and begins to repeat the peer's messages."""
         self._due = Counter(self._received)
 
     def begin_step(self, step: float) -> None:
-        """Forget earlier steps, of which nothing is used any more."""
+        """Forget earlier steps; their counts are no longer used."""
         for counts in (self._received, self._due):
             for identity in [i for i in counts if len(i) > 1 and (i[1] or 0) < step]:
                 del counts[identity]
 
 
 class Journal:
-    """What the coordinator has said to one worker since the worker's latest snapshot.
+    """The coordinator's messages to one worker since the worker's latest snapshot.
 
     Args:
         store: Keeps the frames.
-        stamp: What the worker's stages have done in the present step.
+        stamp: The progress of the worker's stages in the present step.
 
     Attributes:
-        fault: Why what was said cannot be repeated, as a sentence; None if it can.
+        fault: Why the messages cannot be repeated, as a sentence; None if they can.
     """
 
     def __init__(self, store: FrameStore, stamp: Callable[[], Mapping[str, int]]) -> None:
         self.fault: str | None = None
         self._store = store
         self._stamp = stamp
-        # By what they set, or by their numbers.
+        # By the setting of each message, or by their numbers.
         self._standing: dict[Hashable, KeptMessage] = {}
         self._entries: dict[int, KeptMessage] = {}
-        # The number of the next one.
+        # The number of the next entry.
         self._num_entries = 0
         # The entries of requests, by the requests' numbers.
         self._requests: dict[int, int] = {}
-        # What the worker has said: answers by the numbers of kept requests, reports by class.
+        # The worker's messages: answers by the numbers of kept requests, reports by class.
         self._answered: Counter[int | type] = Counter()
         self._reported: Counter[int | type] = Counter()
         self._repeats = RepeatedMessages()
-        # What a new worker will say again.
+        # The messages that a replacement worker will repeat.
         self._due: Counter[int | type] = Counter()
         self._caches: set[int] = set()
         self._fault_at = 0
-        # Of the snapshot that is on its way: the entries before it, and the reports.
+        # Of the snapshot on its way: the entries before it, and the reports.
         self._mark: int | None = None
         self._reported_before: Counter[int | type] = Counter()
 
     def keep(self, message: m.Message, encode: Encode, is_ready: bool) -> Encode:
-        """Keep a message; returns what encodes its frame."""
+        """Keep a message; returns the encoder of its frame."""
         if message.repeated is Repeated.NEVER:
             return encode
         self._note_caches(message)
@@ -391,7 +391,8 @@ class Journal:
         return encode
 
     def give_up(self, fault: str) -> None:
-        """Keep nothing until the next snapshot, because what was said cannot be repeated."""
+        """Keep only standing messages until the next snapshot, because the others cannot be
+        repeated."""
         self.fault, self._fault_at, self._mark = fault, self._num_entries, None
         for number, entry in list(self._entries.items()):
             if not is_standing(entry.message):
@@ -406,12 +407,12 @@ class Journal:
 
     @property
     def requests(self) -> Collection[int]:
-        """The numbers of the requests that another worker in this one's place gets too."""
+        """The numbers of the requests to repeat to a replacement worker."""
         return self._requests.keys()
 
     @property
     def has_caches(self) -> bool:
-        """Whether the worker has key-value caches, which no snapshot holds."""
+        """Whether the worker has key-value caches; snapshots do not hold them."""
         return bool(self._caches)
 
     def _note_caches(self, message: m.Message) -> None:
@@ -422,11 +423,11 @@ class Journal:
             self._caches.difference_update(message.numbers)
 
     def takes(self, message: m.Message) -> bool:
-        """Whether what the worker has said is new; notes it then."""
+        """Whether a message of the worker is new; notes it then."""
         if message.key is not None:
             return self._repeats.takes(message)
         said = message.request or type(message)
-        # A new worker may fail in what the lost one has done.
+        # A replacement worker may fail where the lost worker has not.
         is_failure = isinstance(message, m.Failure)
         if self._due[said] > 0 and not is_failure:
             self._due[said] -= 1
@@ -435,7 +436,7 @@ class Journal:
             self._reported[type(message)] += 1
         elif (number := self._requests.get(message.request)) is not None:
             self._answered[message.request] += not is_failure
-            # A standing message may be no entry any more, and it is repeated though answered.
+            # A standing message may no longer be an entry, and it is repeated though answered.
             entry = self._entries.get(number)
             is_question = entry is not None and entry.message.repeated is Repeated.UNTIL_ANSWERED
             if is_question and not message.is_piece:
@@ -443,7 +444,7 @@ class Journal:
         return True
 
     def mark(self) -> None:
-        """A snapshot is asked for: it holds what all messages so far have done."""
+        """A snapshot is asked for: it holds the effects of all messages so far."""
         self._mark = self._num_entries
 
     def note_begun(self) -> None:
@@ -455,10 +456,10 @@ class Journal:
         self._mark = None
 
     def cut(self) -> None:
-        """The snapshot is safe: drop what it holds."""
+        """The snapshot is safe: drop the messages with effects in it."""
         mark, self._mark = self._mark, None
         if mark is None:
-            return  # what was said since it was asked for cannot be repeated
+            return  # the messages since the request for it cannot be repeated
         for number in [number for number in self._entries if number < mark]:
             entry = self._entries[number]
             if (standing := self._standing_of(entry)) is entry:
@@ -472,7 +473,7 @@ class Journal:
             self.fault = None
 
     def _stand(self, number: int, entry: KeptMessage) -> None:
-        """Keep what still has to be said, in the place of what it makes needless."""
+        """Keep a message to repeat, in the place of a message made needless by it."""
         what = entry.message.sets
         key = number if what is None else what
         if (needless := self._standing.pop(key, None)) is not None:
@@ -480,7 +481,8 @@ class Journal:
         self._standing[key] = entry
 
     def _standing_of(self, entry: KeptMessage) -> KeptMessage | None:
-        """What the worker in this one's place still has to be told of a message."""
+        """The message to repeat to a replacement worker for a message with its effect in the
+        snapshot."""
         message = entry.message
         if not isinstance(message, m.AverageWeights):
             return entry if is_standing(message) else None
@@ -491,10 +493,10 @@ class Journal:
         return KeptMessage(said, lambda: encode_frame(Frame(said)), self._store)
 
     def repeat(self) -> Iterator[tuple[m.Message, Callable[[], bytes]]]:
-        """All that another worker in this one's place has to be told, in its order, and what reads
-        its frame.
+        """All messages to repeat to a replacement worker, in their order, each with a reader of its
+        frame.
 
-        Answers that have come already are dropped from now on.
+        Answers received before are dropped from now on.
         """
         self.unmark()
         self._due = self._answered + self._reported
@@ -509,7 +511,7 @@ class Journal:
 
 
 def _unstamped(entry: KeptMessage) -> tuple[m.Message, Callable[[], bytes]]:
-    """A standing message without its place in a step that is over."""
+    """A standing message without its place in a finished step."""
     if not isinstance(entry.message, m.StampedRequest):
         return entry.message, entry.read
     message = msgspec.structs.replace(entry.message, forwards=0, backwards=0)

@@ -5,7 +5,7 @@ A hook, an ``autograd.Function`` or a scale in a layer's forward may use a numbe
 as the norm of a gradient. The forwards are the same then, and the gradients are not. So each layer
 with code of the user's own runs backwards in a trial, by itself, from a made-up gradient that is a
 simple function of what it returns. Of the gradients a stage sends one number for each row of its
-input, and one for each parameter.
+input, and three for each parameter.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ from .twin import made_up, numbers_of, rows_of
 logger = logging.getLogger(__name__)
 
 TRIED = "gradients of layers"
-"""The kind of the collected outputs that a trial with backwards sends."""
+"""The kind of the collected outputs sent by a trial with backwards."""
 
 # Layers of these libraries alone run no code of the user's own.
 _LIBRARIES = frozenset({"torch", "transformers", "peft", "bitsandbytes"})
-# Gradients are clipped, or divided by their norms, at sizes that nobody knows here: these are about
-# the largest and the smallest of a training.
+# The sizes at which gradients are clipped, or divided by their norms, are not known here: these are
+# about the largest and the smallest of a training.
 _SIZES = (1.0, 1e-3)
 
 
@@ -44,15 +44,16 @@ def has_own_code(layer: nn.Module) -> bool:
 
 
 def tried_backward(layer: nn.Module, call: LayerCall, hidden: Tensor) -> list[Tensor]:
-    """Run a layer with code of the user's own backwards, and leave nothing behind.
+    """Run a layer with code of the user's own backwards, and leave no trace.
 
     Args:
         layer: The layer.
         call: Its call, with its tensors.
-        hidden: The hidden states that it is given.
+        hidden: Its hidden states.
 
     Returns:
-        What is sent; nothing if the layer has no such code, or cannot run backwards in a trial.
+        The tensors to send; empty if the layer has no such code, or cannot run backwards in a
+        trial.
     """
     # Token ids have no gradient, and a forward would fill the cache.
     if not has_own_code(layer) or not hidden.is_floating_point() or call.cache is not None:
@@ -113,7 +114,7 @@ def _numbers(
 
 @dataclass(frozen=True)
 class TriedBackward:
-    """What one backward of one layer has sent.
+    """The answer of one backward of one layer.
 
     Args:
         rows: A number for each row of the gradient of the layer's input.
@@ -125,7 +126,7 @@ class TriedBackward:
 
 
 def backwards_in(tensors: Sequence[Tensor]) -> list[TriedBackward]:
-    """What layers have sent, one behind the other."""
+    """The answers of layers, one after the other."""
     pairs = zip(tensors[::2], tensors[1::2], strict=True)
     return [TriedBackward(rows, parameters) for rows, parameters in pairs]
 
@@ -137,11 +138,11 @@ def difference_of_backwards(
     together; 0 where they cannot be compared.
 
     Args:
-        whole: Those of the batch.
-        cut: Those of each micro-batch.
-        rounding: The relative difference that rounding explains. Where it is large, the gradients
-            of parameters are not compared: that of a key's bias is rounding and nothing else, and
-            a token may take another expert by rounding.
+        whole: The backwards of the batch.
+        cut: The backwards of each micro-batch.
+        rounding: The relative difference explained by rounding. Where it is large, the gradients of
+            parameters are not compared: the gradient of a key's bias is only rounding, and a token
+            may take another expert by rounding.
     """
     has_exact_sums = rounding < FINE and torch.get_float32_matmul_precision() == "highest"
     found = [0.0]
@@ -159,8 +160,8 @@ def difference_of_backwards(
 
 
 def _difference_of_rows(whole: Tensor, pieces: Sequence[Tensor], dim: int) -> float:
-    """The difference that half of the rows have at least: a single one may differ by rounding, as
-    that of a token that takes another expert."""
+    """The median difference of the rows: a single row may differ by rounding, for example if its
+    token takes another expert."""
     differences = []
     for together in joined(pieces, dim):
         scale = torch.maximum(whole.abs(), together.abs())
@@ -178,11 +179,11 @@ def _difference_of_sums(whole: TriedBackward, pieces: Sequence[TriedBackward]) -
 
 
 def other_gradients(which: str, difference: Compared) -> str:
-    """Says that they differ, with the remedies.
+    """A sentence on other gradients, with the remedies.
 
     Args:
         which: The batch, as a word.
-        difference: What was found.
+        difference: The difference of the gradients.
     """
     return (
         f"The layers on workers make other gradients of the {which} batch than of its "

@@ -3,10 +3,10 @@
     waits at the door, or is free ─▶ admitted ─▶ known or measured ─▶ gets layers: a member
                                                      └ the step does not get 5 % shorter: a spare
     its owner sends SIGTERM ─▶ others get its layers ─▶ goodbye
-    lost, and another machine serves for it too ─▶ all that are left share its layers
+    lost, and another machine serves for it too ─▶ all remaining machines share its layers
 
-Which plan follows is decided by `planner.membership`. Layers move as for `replan=True`.
-`Replanner` looks after all that changes a plan between two steps.
+`planner.membership` decides the next plan. Layers move as for `replan=True`. `Replanner` looks
+after all changes of a plan between two steps.
 """
 
 from __future__ import annotations
@@ -59,13 +59,13 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Terms:
-    """The terms on which a plan changes, and workers join and leave.
+    """The terms for changes of a plan, and for workers to join and leave.
 
     Args:
         joins: Whether workers join: the plan is the strategy's own, or may change.
-        recovery: How the run gets over lost workers; None if it does not.
-        measured: The profile of the run, and its file; None if nothing is measured.
-        newcomers: The measurements for new workers; None without measurements.
+        recovery: How the run gets over lost workers, if it does.
+        measured: The profile of the run, and its file, if there are measurements.
+        newcomers: The measurements for new workers, if there are measurements.
     """
 
     joins: bool
@@ -89,19 +89,19 @@ class Membership:
     terms: Terms
     run: Replanner
     move: Move
-    # The workers that were looked at under the present plan.
+    # The workers looked at under the present plan.
     _looked_at: set[str] = field(default_factory=set)
     _plan: Plan | None = None
-    # The workers that leave with the end of the run.
+    # The workers leaving with the end of the run.
     _staying: set[Member] = field(default_factory=set)
-    # The lost workers that were looked at, each with the worker whose machine serves for it.
+    # The lost workers looked at, each with the worker on the machine that serves for it.
     _served_for: dict[str, str] = field(default_factory=dict)
 
     def act(self) -> None:
-        """Between two steps, let workers go whose owners want that, and take in others.
+        """Between two steps, let workers go if their owners want that, and take in others.
 
         Raises:
-            WorkerError: If a worker that the run needs is lost.
+            WorkerError: If a needed worker is lost.
         """
         if self.run.deployment.coordinator.connections.is_ending():
             return
@@ -112,7 +112,7 @@ class Membership:
             self._gather()
         if not self.terms.joins:
             if self.terms.recovery is not None:
-                self._waiting()  # a spare is told that it is one
+                self._waiting()  # says to each spare that it is one
             return
         if self.run.deployment.plan is not self._plan:
             self._plan = self.run.deployment.plan
@@ -124,12 +124,12 @@ class Membership:
 
     @property
     def _leaving(self) -> list[Member]:
-        """The workers that are to leave before the next step."""
+        """The workers to let go before the next step."""
         members = self.run.deployment.coordinator.connections.members
         return [each for each in members if each.row.is_leaving and each not in self._staying]
 
     def _waiting(self) -> list[str]:
-        """The workers that could get layers: members without any, and others that are free."""
+        """The workers that could get layers: members without any, and free workers."""
         members = self.run.deployment.coordinator.connections.members
         staying = [worker for worker in members if not worker.row.is_leaving]
         idle = [worker.name for worker in staying if not worker.stages]
@@ -170,7 +170,7 @@ class Membership:
             self._begin_with(worker, change.plan, profile)
 
     def _admit(self, name: str) -> Member | None:
-        """The worker of a name, connected; None if it does not answer any more."""
+        """The worker of a name, connected, if it still answers."""
         connections = self.run.deployment.coordinator.connections
         known = next((each for each in connections.members if each.name == name), None)
         try:
@@ -181,9 +181,9 @@ class Membership:
 
     @contextmanager
     def _trying(self, worker: Member) -> Iterator[None]:
-        """Inside, a worker may get layers; behind, it is let go if it has just come in vain.
+        """Inside, a worker may get layers; afterwards it is let go if it has just come in vain.
 
-        An error that concerns this worker alone ends here.
+        An error of this worker alone ends here.
         """
         coordinator = self.run.deployment.coordinator
         try:
@@ -197,7 +197,7 @@ class Membership:
                 coordinator.connections.release(worker)
 
     def _profile_with(self, worker: Member, profile: Profile) -> Profile | None:
-        """The profile with a worker; None if its speed is not known."""
+        """The profile with a worker, if its speed is known."""
         name, coordinator = worker.name, self.run.deployment.coordinator
         if worker in coordinator.layers.deployed:
             # It can be measured before it gets any layers only.
@@ -208,7 +208,7 @@ class Membership:
         return newcomers.profile_with(coordinator.connections, worker, profile)
 
     def _begin_with(self, worker: Member, plan: Plan, profile: Profile | None) -> None:
-        """Move layers to a worker, so that it is a member from the next step on."""
+        """Move layers to a worker; it is a member from the next step on."""
         connections = self.run.deployment.coordinator.connections
         is_new = worker not in self.run.deployment.coordinator.layers.deployed
         with self.run.planning_with(profile):
@@ -221,7 +221,7 @@ class Membership:
     # leaving
 
     def _let_go(self, worker: Member) -> None:
-        """Let others take the layers of a worker whose owner wants it to end, and say goodbye."""
+        """Let others take the layers of a leaving worker, and say goodbye to it."""
         reason = self._why_to_stay()
         if not reason and worker.stages:
             reason = self._hand_over(worker)
@@ -238,14 +238,14 @@ class Membership:
         return f"has left the run before step {self._next_step}"
 
     def _say_goodbye(self, worker: Member) -> None:
-        """Let a worker go that has no layers."""
+        """Let a worker without layers go."""
         connections = self.run.deployment.coordinator.connections
         connections.release(worker, self._departure)
         self._note_members()
         self._publish(Departed(worker.name, self._next_step))
 
     def _why_to_stay(self) -> str:
-        """Why no worker can leave before the end of the run; empty if one can."""
+        """Why workers cannot leave before the end of the run; empty if they can."""
         if self.terms.recovery is None:
             return "layers are handed over with `recovery=True` only"
         if not self.site.module.automatic_optimization:
@@ -253,7 +253,7 @@ class Membership:
         return ""
 
     def _hand_over(self, worker: Member) -> str:
-        """Move the layers of a worker to others; returns why nobody takes them."""
+        """Move the layers of a worker to others; returns why others cannot take them."""
         for name in self._waiting():
             if self._replace(worker, name):
                 return ""
@@ -267,7 +267,7 @@ class Membership:
         return ""
 
     def _plan_without(self, plan: Plan, worker: Member) -> Plan | str:
-        """A plan without a worker, or why there is none."""
+        """A plan without a worker, or the reason against one."""
         run, recovery, name = self.run, self.terms.recovery, worker.name
         others = {*plan.workers} - {name}
         if recovery is not None and (missing := too_few(others, recovery.least_workers)):
@@ -305,7 +305,7 @@ class Membership:
         return False
 
     def _lack_of(self, other: Member, worker: Member, plan: Plan, profile: Profile | None) -> str:
-        """The memory missing on an idle worker for another one's layers; empty if it has enough."""
+        """The memory missing on an idle worker for a worker's layers; empty if it has enough."""
         if profile is not None:
             return "" if fits(plan, profile) else "by what was measured, they do not fit there"
         needed, each = 0, layer_bytes(self.run.deployment)
@@ -323,8 +323,8 @@ class Membership:
     # fewer machines
 
     def _gather(self) -> None:
-        """Share the layers of lost workers, which other machines serve beside their own ones, over
-        all that are left, if that shortens the step."""
+        """Share the layers of lost workers, served by other machines beside their own layers, over
+        all remaining machines, if this shortens the step."""
         connections = self.run.deployment.coordinator.connections
         homes = {each.address: each.name for each in connections.members if not each.row.is_beside}
         beside = [each for each in connections.members if each.row.is_beside]
@@ -357,15 +357,16 @@ class Membership:
             self._say_goodbye(worker)
 
     def _gathered(self, hosts: Mapping[str, str]) -> PlanChange | None:
-        """The plan over the machines that are left.
+        """The plan over the remaining machines.
 
         Raises:
-            PlanError: If nothing is measured, or the profile is not for the plan.
+            PlanError: Without measurements, or if the profile is not for the plan.
         """
         plan, run = self.run.deployment.plan, self.run
         if run.profile is None:
             raise PlanError("Nothing was measured, so nobody knows what another plan would save.")
-        # The present seconds are of two processes on one machine, so they tell nothing of each.
+        # The present seconds are of two processes on one machine, so they do not show each one's
+        # speed.
         return gathered(plan, run.profile, hosts, run.keeps_own_layers)
 
     @property
@@ -423,7 +424,7 @@ class Replanner:
 
     @property
     def profile(self) -> Profile | None:
-        """The measured times of the deployment; None if they are not known."""
+        """The measured times of the deployment, if they are known."""
         return self._watch.profile
 
     @property
@@ -438,12 +439,12 @@ class Replanner:
 
     @property
     def keeps_own_layers(self) -> bool:
-        """Whether the time of this process's own layers is not known, so that they stay here."""
+        """Whether the time of this process's own layers is not known; then they stay here."""
         return self._run.recorder is None
 
     @contextmanager
     def planning_with(self, profile: Profile | None) -> Iterator[None]:
-        """Inside, layers move to a plan that was made with this profile, which stays then."""
+        """Inside, layers move to a plan made with this profile; the profile then stays."""
         before, self._watch.profile = self._watch.profile, profile
         try:
             yield
@@ -467,7 +468,7 @@ class Replanner:
         """Move layers if that is worth it, and let workers join and leave.
 
         Raises:
-            WorkerError: If a worker that the run needs is lost.
+            WorkerError: If a needed worker is lost.
         """
         plan = self._watch.next_plan()
         if plan is not None:

@@ -50,14 +50,14 @@ class PlanChoice:
 
     Args:
         plan: ``"auto"``, ``"even"``, ``"replicated"``, a path or a Plan.
-        micro_batches: Pieces of a batch; None takes the plan's number.
+        micro_batches: Pieces of a batch; by default, the plan's number.
 
     Raises:
         PlanError: If the plan's file is there already and cannot be read.
 
     Attributes:
         plan: As the user gave it.
-        measured: The latest profile that was measured or read; None before there is one.
+        measured: The latest measured or read profile, if there is one.
     """
 
     def __init__(self, plan: str | Path | Plan, micro_batches: int | None) -> None:
@@ -70,12 +70,12 @@ class PlanChoice:
 
     @property
     def profile(self) -> Profile | None:
-        """The latest profile that was measured or read; None before there is one."""
+        """The latest measured or read profile, if there is one."""
         return None if self.measured is None else self.measured.profile
 
     @property
     def is_of_strategy(self) -> bool:
-        """Whether the strategy makes the plan by what it measures."""
+        """Whether the strategy makes the plan by its measurements."""
         return self.plan in ("auto", "replicated")
 
     def measures(self, trainer: pl.Trainer) -> bool:
@@ -102,7 +102,7 @@ class PlanChoice:
             return given or self.even(len(layers), workers, str(reason))
         profile = self.measured.profile
         if given is None or self.plan == "replicated":
-            # The coordinator is no replica where a batch's step runs whole.
+            # The coordinator is not a replica where a batch's step runs whole.
             plan = self.solve(profile, workers, replicas=site.cuts_step)
         else:
             _warn_of_faults(given, profile)
@@ -137,7 +137,7 @@ class PlanChoice:
         return plan
 
     def named_workers(self) -> Sequence[str]:
-        """The workers that the user's own plan names; none if the strategy makes the plan.
+        """The workers in the user's own plan; empty if the strategy makes the plan.
 
         Raises:
             PlanError: If the plan's file cannot be read.
@@ -145,7 +145,7 @@ class PlanChoice:
         return () if self._given is None else self._given.read().workers
 
     def unmeasured(self, trainer: pl.Trainer, num_layers: int, workers: Sequence[str]) -> Plan:
-        """The plan of a run that does not measure; under ``"auto"``, that of the last training.
+        """The plan of a run without measurements; under ``"auto"``, the plan of the last training.
 
         Raises:
             PlanError: If the plan does not fit.
@@ -157,7 +157,7 @@ class PlanChoice:
         )
 
     def even(self, num_layers: int, workers: Sequence[str], reason: str) -> Plan:
-        """The same number of layers for everyone, because nothing can be measured."""
+        """The same number of layers for each process, because a measurement is not possible."""
         rank_zero_info(f"plan='auto' is 'even' here, since nothing can be measured. {reason}")
         return with_micro_batches(even_plan(num_layers, workers), self._micro_batches)
 
@@ -170,7 +170,7 @@ class PlanChoice:
             replicas: Whether ``"auto"`` may give a stage to several processes.
 
         Raises:
-            PlanError: If the model fits on no devices, or not on each.
+            PlanError: If the model does not fit on the devices, or not on each.
         """
         find = solve_replicated if self.plan == "replicated" else solve
         wishes = Wishes(micro_batches=self._micro_batches, replicas=replicas)
@@ -190,7 +190,7 @@ def in_window(measured: Measured, trainer: pl.Trainer, cuts_step: bool) -> Measu
 
 
 def chosen_profiling(trainer: pl.Trainer) -> ProfilingOptions | None:
-    """The options of the Trainer's `PipelineProfiler`; None without one."""
+    """The options of the Trainer's `PipelineProfiler`, if it has one."""
     callbacks = trainer.callbacks  # type: ignore[attr-defined]
     found = (getattr(each, "profiling_options", None) for each in callbacks)
     return next((each for each in found if each is not None), None)
@@ -200,7 +200,7 @@ def measure(site: Site, layers: Sequence[DecoderLayer], options: ProfilingOption
     """Connect to all workers, measure, and disconnect.
 
     Raises:
-        NoSample: If there is no training batch to measure with.
+        NoSample: Without a training batch to measure with.
         HeteroError: If a worker fails, or a process cannot run a layer.
     """
     workers = site.find_workers()
@@ -241,7 +241,7 @@ def _warn_of_faults(plan: Plan, profile: Profile) -> None:
 
 
 class _RunsConsole(Console):
-    """Prints during a run, which a closed pipe must not end as it ends a command."""
+    """Prints during a run. A closed pipe ends a command, but must not end a run."""
 
     @override
     def on_broken_pipe(self) -> None:

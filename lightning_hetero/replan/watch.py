@@ -34,7 +34,7 @@ logger = logging.getLogger(__name__)
 
 @contextmanager
 def staying_if_undone() -> Iterator[None]:
-    """Inside, layers move because that saves time; if a worker is lost meanwhile, they may stay."""
+    """Inside, layers move to save time; if a worker is lost meanwhile, they may stay."""
     try:
         yield
     except MoveUndone as error:
@@ -42,14 +42,14 @@ def staying_if_undone() -> Iterator[None]:
 
 
 SHARE_OF_MEMORY = 0.8
-"""The part of a machine's memory that layers may take where nothing is measured."""
+"""The part of a machine's memory for layers without measurements."""
 
-# A parameter that trains comes with its gradient, and mostly with two tensors of the optimizer.
+# A trained parameter comes with its gradient, and mostly with two tensors of the optimizer.
 _TIMES_TRAINED = 4
 
 
 def layer_bytes(deployment: Deployment) -> list[int]:
-    """About what each layer of the model takes where it trains: weights, gradients, state."""
+    """The approximate bytes of each layer of the model in training: weights, gradients, state."""
     found = []
     for layer in deployment.layers:
         tensors = [tensor for _, tensor in named_tensors({0: layer.module})]
@@ -76,7 +76,7 @@ def costs_of(deployment: Deployment) -> MoveCosts:
 
 
 def steps_left(trainer: pl.Trainer) -> float:
-    """The optimizer steps that a training has still to make; infinite if nobody knows."""
+    """The remaining optimizer steps of a training; infinite if the number is not known."""
     try:
         return max(0.0, trainer.estimated_stepping_batches - trainer.global_step)
     except MisconfigurationException:  # the Trainer accumulates more batches in later epochs
@@ -100,9 +100,9 @@ class Horizon:
     """The facts of a run, over all its deployments.
 
     Args:
-        num_batches: The batches of an accumulation window that are one pipeline.
-        steps_left: Returns the optimizer steps that are left.
-        costs_of: Returns what a move from a deployment takes.
+        num_batches: The batches of an accumulation window run as one pipeline.
+        steps_left: Returns the number of remaining optimizer steps.
+        costs_of: Returns the costs of a move from a deployment.
     """
 
     num_batches: int = 1
@@ -127,8 +127,8 @@ class Watch:
     Args:
         deployment: Its stages report their times.
         measured: The measurements before the run; without them, the first steady steps are the
-            reference of what drifts.
-        recorder: Sums up this process's own work; None if that work cannot be told from waiting.
+            reference for drifts.
+        recorder: Sums up this process's own work, if it can be told from waiting.
         moves: Whether layers are to move.
         run: The facts of the run; None if a move is free.
         balance: Decides when layers move; None for a new run.
@@ -157,20 +157,20 @@ class Watch:
             expected = expected_seconds(deployment.plan, self.profile)
         if expected is not None and recorder is None:
             del expected[COORDINATOR]
-        # What the first steady steps are compared with; None afterwards.
+        # The reference for the first steady steps; None afterwards.
         self._promised: tuple[Measured, dict[str, float]] | None = None
         if measured is not None and measured.path is not None and expected is not None:
             self._promised = measured, expected
         self._watcher = Watcher(expected)
-        # Of a step's micro-batches, the part that each worker runs; spares run none.
+        # Of a step's micro-batches, the part run by each worker; spares are left out.
         parts = parts_of_workers(deployment.plan, self._run.num_batches)
         self._parts = {name: part for name, part in parts.items() if part > 0}
-        # The reports so far for steps that are not complete.
+        # The reports so far for incomplete steps.
         self._steps: dict[int, dict[str, StageSeconds]] = {}
 
     def after_move(self, deployment: Deployment, recorder: Recorder | None) -> Watch:
-        """The watch over the deployment that follows this one."""
-        # Its profile is scaled to real steps, so they cannot contradict it, nor its file.
+        """The watch over the next deployment."""
+        # Its profile is scaled to real steps, so they cannot contradict it or its file.
         scaled = None if self.profile is None else Measured(self.profile, None)
         balance = self._balance.after_move(deployment.plan)
         return Watch(deployment, scaled, recorder, self._moves, self._run, balance)
@@ -247,7 +247,7 @@ class Watch:
         return slowest or ""
 
     def _located(self, drift: Drift) -> Drift:
-        """The same with the addresses of processes that have taken the place of lost workers."""
+        """The drift with the addresses of processes in the place of lost workers."""
         connections = self._deployment.coordinator.connections
         where = {each.name: each.where for each in connections.members}
         stage, slowest = (where.get(name, name) for name in (drift.stage, drift.slowest))
@@ -258,7 +258,7 @@ class Watch:
         for name, said in self._deployment.coordinator.stages.take_timings():
             if said.num_microbatches > 0:
                 seconds = (said.forward_seconds + said.backward_seconds) / said.num_microbatches
-                # As if it had run them all: that tells which process limits the step.
+                # As if it had run them all: this shows the process that limits the step.
                 self._note(said.step, name, StageSeconds(seconds * self._parts.get(name, 1.0)))
         wanted = len(self._parts) + (self._recorder is not None)
         judged = None
@@ -280,7 +280,7 @@ class Watch:
         now = {name: stage.total for name, stage in self._watcher.present().items()}
         found = misjudged(now, expected)
         if found is not None:
-            # A run that has measurements has the profiler.
+            # A run with measurements has the profiler.
             from ..profiler.cache import mark_wrong
 
             logger.warning("%s %s", found, mark_wrong(measured, found))
@@ -290,7 +290,7 @@ class Watch:
             self._steps.setdefault(step, {})[name] = seconds
 
     def _better(self) -> Replanned | None:
-        """A plan that is worth a move, or None."""
+        """A plan worth a move, if there is one."""
         found = replan(self._deployment.plan, self._known, self._watcher.present())
         return found if found is not None and found.is_worth_it else None
 
@@ -320,7 +320,7 @@ def own_seconds(plan: Plan, laps: Laps, num_pieces: int) -> StageSeconds:
     total = laps.seconds.total() / num_pieces
     ends = laps.seconds["loss"] / num_pieces
     if plan.own_counts[0] == 0 and not plan.stages[0].is_hosted:
-        # Layers behind the workers run in one action with the head and the loss.
+        # Layers after the workers run in one action with the head and the loss.
         ends = total
     return StageSeconds(total - ends, ends)
 

@@ -2,8 +2,8 @@
 
 A plan counts on a number of micro-batches. A batch of fewer samples gives fewer, so stages wait for
 each other. Inside an accumulation window the backwards of a batch go on while the next batch
-begins; forwards of two batches never run beside each other, and with `micro_batching='boundary'`
-nothing does.
+begins; forwards of two batches never run beside each other. With `micro_batching='boundary'`
+batches run one after the other.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ class SmallBatch:
         return self.num_samples * self.num_batches
 
     def times_as_long(self, profile: Profile) -> float | None:
-        """The predicted step over that with all batches at once; None if it cannot be predicted."""
+        """The predicted step over the step with all batches at once, if it can be predicted."""
         present = structs.replace(
             profile,
             batch_size=self.num_samples,

@@ -350,10 +350,11 @@ class StageSession:
             self._on_goodbye_of_neighbor(arrival.channel)
 
     def _has_to_wait(self, message: m.Message) -> bool:
-        """Whether a message comes behind forwards and backwards that have not run yet, or behind
-        another one that does.
+        """Whether a message comes after forwards and backwards still to run, or after another
+        waiting message.
 
-        What these wait for never waits. Arguments do, so that no later forward overtakes a request.
+        Messages needed by forwards and backwards never wait. Arguments do, so later forwards do not
+        overtake a request.
         """
         if message.waits is Waits.FOR_NOTHING:
             return False
@@ -361,7 +362,7 @@ class StageSession:
         return is_behind or isinstance(message, m.StampedRequest)
 
     def _waits_for_replicas(self, message: m.Message) -> bool:
-        """Whether a message comes behind an exchange that is on its way."""
+        """Whether a message comes after an exchange on its way."""
         passes = self._replicas.is_adding_up and message.waits is Waits.BESIDE_SUMS
         return self._replicas.is_waiting and not passes
 
