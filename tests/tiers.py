@@ -146,7 +146,6 @@ SECOND_TIER = frozenset(
         "integration/test_lost_workers.py::test_a_worker_that_is_cut_off_as_another_is_lost_in_a_move_keeps_its_layers",
         "integration/test_lost_workers.py::test_a_worker_that_is_killed_behind_a_move_comes_back",
         "integration/test_lost_workers.py::test_a_worker_that_is_killed_in_a_move_comes_back_and_the_layers_move_again",
-        "integration/test_lost_workers.py::test_a_worker_that_is_lost_when_it_has_given_its_layers_away_gets_them_back",
         "integration/test_lost_workers.py::test_a_worker_that_starts_again_at_its_port_takes_its_place",
         "integration/test_lost_workers.py::test_a_worker_whose_files_were_removed_ends_the_run",
         "integration/test_lost_workers.py::test_layers_stay_where_they_are_if_a_worker_has_no_memory_for_them",

@@ -41,7 +41,7 @@ from ..pipeline.results import BatchMetrics, StepLog, loss_of
 from ..pipeline.tolerance import LOSS, Compared, end_or_warn, loss_error
 from .check_schedule import RunChecks
 from .first_gradients import RunGradients, WatchesBackwards
-from .first_logs import Logged, LoggedPieces, metrics_of
+from .first_logs import Logged, LoggedMicrobatches, metrics_of
 from .step_changes import may_change, warn_of_changes
 from .trial import Trial
 
@@ -193,7 +193,7 @@ class FirstBatchCheck:
         if self.checks.takes_few:
             batch = batch.first(_FEWEST_COMPARED)
         metrics = metrics_of(self.trial.module)
-        pieces = LoggedPieces(StepLog(BatchMetrics(), self.weighting == "sum"), metrics)
+        pieces = LoggedMicrobatches(StepLog(BatchMetrics(), self.weighting == "sum"), metrics)
         with self.one_run():
             first, most = self._metered(batch, pieces)
             batch = batch.first(most)
@@ -347,7 +347,7 @@ class FirstBatchCheck:
             hooks.put_back()
             put_back()
 
-    def _loss_of_piece(self, piece: Any, number: int, pieces: LoggedPieces) -> float | None:
+    def _loss_of_piece(self, piece: Any, number: int, pieces: LoggedMicrobatches) -> float | None:
         """The loss of a micro-batch."""
         pieces.begin(number)
         return self._loss(piece, pieces)
@@ -370,7 +370,7 @@ class FirstBatchCheck:
             logged.end(result)
         return None if loss is None else float(loss.detach())
 
-    def _metered(self, batch: CutBatch, pieces: LoggedPieces) -> tuple[float | None, int]:
+    def _metered(self, batch: CutBatch, pieces: LoggedMicrobatches) -> tuple[float | None, int]:
         """The loss of the first micro-batch, and how many may be one batch for the memory."""
         device = device_for(self.trial.module.trainer.strategy.root_device)
         with device.metering() as meter:

@@ -133,7 +133,7 @@ class Logged:
         return found
 
 
-class LoggedPieces(Logged):
+class LoggedMicrobatches(Logged):
     """The logs and results of the micro-batches of a batch.
 
     Args:

@@ -28,7 +28,7 @@ from .layer_split import (
     only,
 )
 from .profile import EMBEDDING, HEAD
-from .replica_teams import Request, Tables, TeamTable
+from .replica_teams import Tables, TeamRequest, TeamTable
 from .replicas import shares_of
 from .step_model import busy_seconds_of_media
 
@@ -213,19 +213,21 @@ class Arrangement:
     def _layers_of_teams(self) -> Range:
         return self.kept[0], self.costs.num_layers - self.kept[1]
 
-    def requests(self, in_flight: int) -> list[Request]:
+    def requests(self, in_flight: int) -> list[TeamRequest]:
         """The key of each team's table."""
         return [self._request(index, in_flight) for index in range(len(self.teams))]
 
-    def _request(self, index: int, in_flight: int) -> Request:
+    def _request(self, index: int, in_flight: int) -> TeamRequest:
         team, pieces = self.teams[index], self.micro_batches
         has_embedding = self.embedding_left and index == 0
         if len(team) == 1:
-            return Request(team, pieces, in_flight, has_embedding, has_embedding)
+            return TeamRequest(team, pieces, in_flight, has_embedding, has_embedding)
         last = len(self.teams) - 1
         own = self._layers_of_teams if COORDINATOR in team else (0, 0)
         left = self.embedding_left
-        return Request(team, pieces, in_flight, left, has_embedding, index == last, last == 0, own)
+        return TeamRequest(
+            team, pieces, in_flight, left, has_embedding, index == last, last == 0, own
+        )
 
     def with_ranges(self, ranges: Sequence[Range], in_flight: int) -> Candidate:
         """The candidate with these layers; each team runs them in its fastest way that fits.
@@ -242,7 +244,7 @@ class Arrangement:
         seats.append(Seat(COORDINATOR, ranges[-1], behind, (HEAD,)))
         return Candidate(self.costs, seats, self.micro_batches, in_flight)
 
-    def _seats(self, request: Request, span: Range) -> list[Seat]:
+    def _seats(self, request: TeamRequest, span: Range) -> list[Seat]:
         holders = self.tables.holders(request)
         ends = (EMBEDDING,) if request.has_embedding else ()
         if len(holders) == 1:

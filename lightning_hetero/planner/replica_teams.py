@@ -65,7 +65,7 @@ class TeamTable(NamedTuple):
     chosen: npt.NDArray[np.int8] = _NOTHING_CHOSEN
 
 
-class Request(NamedTuple):
+class TeamRequest(NamedTuple):
     """The subject of a table; equal requests have equal tables.
 
     Args:
@@ -103,16 +103,16 @@ class Tables:
 
     def __init__(self, costs: Costs) -> None:
         self.costs = costs
-        self._tables: dict[Request, TeamTable] = {}
+        self._tables: dict[TeamRequest, TeamTable] = {}
         self._per_layer: dict[tuple[str, ...], float] = {}
 
-    def table(self, request: Request) -> TeamTable:
+    def table(self, request: TeamRequest) -> TeamTable:
         """The table of a team."""
         if request not in self._tables:
             self._tables[request] = self._made(request)
         return self._tables[request]
 
-    def _made(self, request: Request) -> TeamTable:
+    def _made(self, request: TeamRequest) -> TeamTable:
         num = self.costs.num_layers + 1
         holders = self.holders(request)
         if len(holders) == 1:
@@ -140,13 +140,13 @@ class Tables:
         seconds = np.where(is_stage, seconds, np.inf)
         return TeamTable(seconds, ways, exchange, chosen)
 
-    def holders(self, request: Request) -> list[Holder]:
+    def holders(self, request: TeamRequest) -> list[Holder]:
         """The devices of a team."""
         size = self.costs.size(request.micro_batches)
         ends = (EMBEDDING,) if request.has_embedding else ()
         return [self.costs.holder(name, size, ends) for name in request.names]
 
-    def _stages(self, request: Request) -> tuple[Index, Index]:
+    def _stages(self, request: TeamRequest) -> tuple[Index, Index]:
         """The first layer and the end of each stage; if only the number of layers counts, of the
         stages from layer 0 on."""
         num = self.costs.num_layers + 1
@@ -155,11 +155,11 @@ class Tables:
         first, end = np.meshgrid(np.arange(num), np.arange(num), indexing="ij")
         return np.minimum(first, end), end
 
-    def own(self, request: Request) -> BothEnds:
+    def own(self, request: TeamRequest) -> BothEnds:
         """The coordinator."""
         return self.costs.both_ends(self.costs.size(request.micro_batches), request.embedding_left)
 
-    def fixed_seconds(self, request: Request) -> list[float]:
+    def fixed_seconds(self, request: TeamRequest) -> list[float]:
         """The seconds of each replica in a step besides its micro-batches of the stage."""
         if not request.is_hosted:
             return [0.0] * len(request.names)
@@ -167,7 +167,7 @@ class Tables:
         seconds = own * request.micro_batches
         return [seconds if name == COORDINATOR else 0.0 for name in request.names]
 
-    def hop_seconds(self, request: Request) -> list[float]:
+    def hop_seconds(self, request: TeamRequest) -> list[float]:
         """For each replica of an only team, a micro-batch's seconds on the busiest medium between
         it and the coordinator; 0 in other teams, because replicas there have many links."""
         if not request.is_only:
@@ -180,7 +180,7 @@ class Tables:
         return found
 
     def _seconds(
-        self, request: Request, holders: Sequence[Holder], way: Way, first: Index, end: Index
+        self, request: TeamRequest, holders: Sequence[Holder], way: Way, first: Index, end: Index
     ) -> Matrix:
         options = [holder.option(way.dtype, way.recompute) for holder in holders]
         pairs = list(zip(holders, options, strict=True))
@@ -206,7 +206,7 @@ class Tables:
             is_possible &= self._need(request, index, way, need, most).total <= holder.usable_bytes
         return np.where(is_possible, ends.max(axis=0) / request.micro_batches, np.inf)
 
-    def _in_flight(self, request: Request, index: int, counts: Counts) -> Numbers:
+    def _in_flight(self, request: TeamRequest, index: int, counts: Counts) -> Numbers:
         """The most micro-batches in flight on a replica, by its counts."""
         total = np.full_like(counts[index], request.micro_batches)
         if request.is_hosted and request.names[index] != COORDINATOR:
@@ -216,7 +216,9 @@ class Tables:
         most: Numbers = most_in_flight(counts[index], total, started, request.in_flight)
         return most
 
-    def _need(self, request: Request, index: int, way: Way, need: Need, in_flight: Numbers) -> Need:
+    def _need(
+        self, request: TeamRequest, index: int, way: Way, need: Need, in_flight: Numbers
+    ) -> Need:
         """The memory need of a replica; the coordinator's includes the ends of the model."""
         name = request.names[index]
         part = optimizer_part(name, way.optimizer, len(request.names))
@@ -227,7 +229,7 @@ class Tables:
         ends = own.need(options, *request.own, request.in_flight)
         return ends + of_replica(need, part, in_flight * self.head_bytes(request))
 
-    def head_bytes(self, request: Request) -> float:
+    def head_bytes(self, request: TeamRequest) -> float:
         """The bytes of head and loss for a micro-batch if they come after this team; otherwise
         0."""
         head = self.own(request).behind.ends[HEAD].cost
@@ -245,7 +247,7 @@ class Tables:
             self._per_layer[names] = num_bytes * per_byte if len(names) > 1 else 0.0
         return self._per_layer[names]
 
-    def _exchange(self, request: Request, holder: Holder, first: Index, end: Index) -> Matrix:
+    def _exchange(self, request: TeamRequest, holder: Holder, first: Index, end: Index) -> Matrix:
         """The seconds of the exchange: latency, and a part in proportion to the bytes."""
         num_bytes = np.asarray(holder.need(holder.options[0], first, end, 1).gradients)
         little, much = (
@@ -256,7 +258,7 @@ class Tables:
         return np.where(num_bytes > 0, little + (num_bytes - 1) * per_byte, 0.0)
 
 
-def _ways(holders: Sequence[Holder], request: Request) -> Iterator[Way]:
+def _ways(holders: Sequence[Holder], request: TeamRequest) -> Iterator[Way]:
     """The ways that all replicas can run. Replicas on workers each step a part of the parameters:
     this is never slower and takes the least memory."""
     common = [[(option.dtype, option.recompute) for option in h.options] for h in holders]

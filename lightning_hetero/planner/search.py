@@ -72,7 +72,7 @@ MOST_PLAYED = 24
 MOST_SPLIT, MOST_OF_MANY_PLAYED = 16, 4
 """With more workers: the most choices to split, and the most candidates to simulate at a time."""
 
-NUM_STARTS = 6
+NUM_STARTS = 8
 """The number of best candidates, with unlike devices, to begin small changes with."""
 
 MOST_WORSE = 1.2

@@ -28,6 +28,7 @@ HANDED_ON = {
     "f'{error} {advice(address)}'",
     "f'{reason} {why_not}'",
     "content.message.reason",
+    "*facts",
     "self._alone",
     "rest",
     "traceback",

@@ -231,7 +231,7 @@ def test_a_worker_that_has_ended_is_lost_at_once() -> None:
     with talk() as found:
         assert found.is_answered()
         found.worker.stop()
-        found.worker._listener.close()
+        found.worker._reception._listener.close()
         found.relay.pull()
         found.relay.close()
         assert "No worker answers at" in str(found.error())
