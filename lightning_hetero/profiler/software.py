@@ -77,7 +77,7 @@ def measure_software(sighting: ModelSighting) -> Software:
     """
     size, example = min(sighting.subject.examples.items())
     batch = sighting.cutting.batch(size)
-    calling = min(sighting.runner.calling_seconds(batch) for _ in range(_NUM_STEPS))
+    calling = sighting.runner.calling_seconds(batch, _NUM_STEPS)
     if sighting.cutting.at_boundary:
         calling *= size / sighting.batch_size
     found = between_layers(example)
