@@ -76,15 +76,20 @@ class Audit:
     _before: list[_Parameter] = field(default_factory=list)
     _said: set[str] = field(default_factory=set)
 
-    def begin_batch(self, deployment: Deployment, optimizers: Sequence[RemoteOptimizer]) -> None:
+    def follow(self, deployment: Deployment) -> None:
+        """Audit the steps of this deployment from now on: its optimizers have parts of their own on
+        its workers."""
+        self._deployment = deployment
+        self._due.clear()
+
+    def begin_batch(self, optimizers: Sequence[RemoteOptimizer]) -> None:
         """Count a batch, and begin an audit if it is its turn.
 
         Args:
-            deployment: Where the layers are.
             optimizers: The optimizers with parameters on workers.
         """
-        self._deployment = deployment
-        if not self.schedule.begin_batch(may_check=True):
+        deployment = self._deployment
+        if deployment is None or not self.schedule.begin_batch(may_check=True):
             return
         if not (layers := audited_layers(deployment.plan)):
             return

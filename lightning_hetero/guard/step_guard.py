@@ -40,13 +40,15 @@ class RunGuard:
         self._checks = RunChecks() if is_on else None
         self._audit = Audit(options.batches.check) if is_on else None
 
-    def begin_batch(self, deployment: Deployment, optimizers: Sequence[RemoteOptimizer]) -> None:
+    def begin_batch(self, optimizers: Sequence[RemoteOptimizer]) -> None:
         """Count a batch, and begin an audit if it is its turn."""
         if self._audit is not None:
-            self._audit.begin_batch(deployment, optimizers)
+            self._audit.begin_batch(optimizers)
 
     def watch(self, deployment: Deployment) -> Audit | None:
-        """The watch over the optimizers' steps, if there is one."""
+        """The watch over the steps of a deployment's optimizers from now on, if there is one."""
+        if self._audit is not None:
+            self._audit.follow(deployment)
         return self._audit
 
     def of_steps(self, deployment: Deployment) -> CheckedSteps:

@@ -118,11 +118,11 @@ class PlanFollower(Protocol):
 class Guard(Protocol):
     """Looks for silent errors in a training, over all its deployments."""
 
-    def begin_batch(self, deployment: Deployment, optimizers: Sequence[RemoteOptimizer]) -> None:
+    def begin_batch(self, optimizers: Sequence[RemoteOptimizer]) -> None:
         """Count a batch before its step."""
 
     def watch(self, deployment: Deployment) -> StepWatch | None:
-        """The watch over the optimizers' steps, if there is one."""
+        """The watch over the steps of a deployment's optimizers from now on, if there is one."""
 
     def of_steps(self, deployment: Deployment) -> StepGuard:
         """The watch over the training steps of a deployment."""
@@ -200,7 +200,7 @@ class TrainingRun(Run):
         """
         self.deployment.check_placed()
         self.is_inside_window = True
-        self._guard.begin_batch(self.deployment, self._remote_steps.optimizers)
+        self._guard.begin_batch(self._remote_steps.optimizers)
         self.plans.note_batch(partial(self._reader.count, args[0], args[1:]))
         if self._step.accumulates:
             self._remote_steps.follow_dropped()

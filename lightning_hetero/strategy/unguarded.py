@@ -17,7 +17,7 @@ from .training_step import StepGuard
 class Unguarded:
     """A `Guard` without checks."""
 
-    def begin_batch(self, deployment: Deployment, optimizers: Sequence[RemoteOptimizer]) -> None:
+    def begin_batch(self, optimizers: Sequence[RemoteOptimizer]) -> None:
         """Do not look at the batch."""
 
     def watch(self, deployment: Deployment) -> StepWatch | None:
