@@ -154,7 +154,7 @@ class Arena:
         host = self.link.addresses[1]
         worker = stack.enter_context(worker_process(self._before(1), host))
         baseline_bytes = memory_bytes(worker.pid, "VmRSS")
-        self._slow(stack, {"ready": worker.pid})
+        self._slow(stack, {"ready": worker.worker_pid})
         job = dataclasses.replace(job, worker=worker.address)
         if job.peer == BESIDE:
             beside = stack.enter_context(worker_process(self._before(0), self.link.addresses[0]))

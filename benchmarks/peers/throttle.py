@@ -1,4 +1,7 @@
-"""Slows one process to a share of its core, by the kernel's quota or by stopping it in turns.
+"""Slows a process, with its children, to a share of its core: by the kernel's quota or by stopping
+them in turns.
+
+A worker serves each session in a child of its own, so the children to come are slowed too.
 
 A quota is the exact one, and needs root and a cgroup tree (version 1 or 2) that may be written to.
 Otherwise a small process stops the slow one and lets it go on again every few milliseconds; it runs
@@ -18,6 +21,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Literal
 
+import psutil
+
 from benchmarks.processes import environment, on_core
 
 How = Literal["cgroup", "signals"]
@@ -27,7 +32,7 @@ CGROUPS = Path("/sys/fs/cgroup")
 
 @contextmanager
 def slowed(pid: int, share: float, how: How, core: int) -> Iterator[None]:
-    """Let the process have this share of its core."""
+    """Let the process and its children have this share of their core."""
     if share == 1:
         yield
     elif how == "cgroup":
@@ -49,7 +54,7 @@ def best_way() -> How:
 
 @contextmanager
 def _quota(pid: int | None, share: float) -> Iterator[None]:
-    """A cgroup of our own with a quota, and the process in it."""
+    """A cgroup of our own with a quota, and the process with its children in it."""
     is_second_version = (CGROUPS / "cgroup.controllers").exists()
     parent = CGROUPS if is_second_version else CGROUPS / "cpu"
     group = parent / f"lightning-hetero-{os.getpid()}"
@@ -63,14 +68,32 @@ def _quota(pid: int | None, share: float) -> Iterator[None]:
             _write(group / "cpu.cfs_quota_us", round(microseconds * share))
         before = None if pid is None else _cpu_group(pid, is_second_version)
         if pid is not None:
-            _write(group / "cgroup.procs", pid)
+            for each in _family(pid):
+                _write(group / "cgroup.procs", each)
         yield
         if pid is not None:
-            # It may have ended meanwhile.
-            with contextlib.suppress(OSError):
-                _write(parent / str(before).lstrip("/") / "cgroup.procs", pid)
+            for each in (group / "cgroup.procs").read_text().split():
+                # It may have ended meanwhile.
+                with contextlib.suppress(OSError):
+                    _write(parent / str(before).lstrip("/") / "cgroup.procs", each)
     finally:
         _remove(group)
+
+
+def _family(pid: int) -> list[int]:
+    """The process and all its children; none if it has ended."""
+    with contextlib.suppress(psutil.NoSuchProcess):
+        return [pid, *(each.pid for each in psutil.Process(pid).children(recursive=True))]
+    return []
+
+
+def _signal(pid: int, number: signal.Signals) -> bool:
+    """Send a signal to the process and its children; whether it is still alive."""
+    family = _family(pid)
+    for each in family:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(each, number)
+    return bool(family)
 
 
 def _write(file: Path, value: object) -> None:
@@ -111,23 +134,20 @@ def _duty_cycle(pid: int, share: float, core: int) -> Iterator[None]:
     finally:
         process.terminate()
         process.wait()
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(pid, signal.SIGCONT)
+        _signal(pid, signal.SIGCONT)
 
 
 def alternate(pid: int, share: float) -> None:
-    """Let the process run for its share of each period, until it ends or we are told to end."""
+    """Let the process run for its share of each period, until it or the caller ends."""
     parent = os.getppid()
     start = time.monotonic()
-    with contextlib.suppress(ProcessLookupError):
-        while os.getppid() == parent:
-            os.kill(pid, signal.SIGCONT)
-            _sleep_until(start + share * PERIOD_SECONDS)
-            os.kill(pid, signal.SIGSTOP)
-            # A period that came late is not made up for: it would run the process at full speed.
-            start = max(start + PERIOD_SECONDS, time.monotonic())
-            _sleep_until(start)
-        os.kill(pid, signal.SIGCONT)
+    while os.getppid() == parent and _signal(pid, signal.SIGCONT):
+        _sleep_until(start + share * PERIOD_SECONDS)
+        _signal(pid, signal.SIGSTOP)
+        # A period that came late is not made up for: it would run the process at full speed.
+        start = max(start + PERIOD_SECONDS, time.monotonic())
+        _sleep_until(start)
+    _signal(pid, signal.SIGCONT)
 
 
 def _sleep_until(moment: float) -> None:

@@ -161,7 +161,7 @@ def cores_and_workers() -> Iterator[list[Worker]]:
     pin(first)
     with ExitStack() as stack:
         found = [(core, stack.enter_context(worker_process(on_core(core)))) for core in others]
-        yield [Worker(worker.address, worker.pid, core) for core, worker in found]
+        yield [Worker(worker.address, worker.worker_pid, core) for core, worker in found]
 
 
 def compare(

@@ -70,7 +70,7 @@ def compare(
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         worker = stack.enter_context(worker_process(on_core(core)))
-        stack.enter_context(throttle.slowed(worker.pid, share, how, core))
+        stack.enter_context(throttle.slowed(worker.worker_pid, share, how, core))
         plan = plan_for(worker.address, own)
         profiler = PipelineProfiler(
             options.budget_seconds, path=folder / "profile.yaml", force=True

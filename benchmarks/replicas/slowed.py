@@ -129,7 +129,7 @@ def measured_shift(
         SLOWED_AT + NUM_SLOW_STEPS + NUM_STEPS_AFTER, MICRO_BATCHES
     )
     with worker_process(on_core(cores[1])) as listening:
-        worker = Worker(listening.address, listening.pid, cores[1])
+        worker = Worker(listening.address, listening.worker_pid, cores[1])
         shares = SlowsAndShares(worker, share, how, own)
         plan = plan_for(worker.address, OWN_BEFORE)
         strategy: Any = HeteroPipelineStrategy([worker.address], plan)

@@ -352,15 +352,19 @@ class EndsRunner:
         return unreadable.is_what_entered(passed.entered)
 
     def measure(self, batch: Any, patience_seconds: float) -> dict[str, m.LayerMeasured]:
-        """Measure both ends on a micro-batch; they have gradients afterwards."""
+        """Measure both ends on a micro-batch; they have gradients afterwards.
+
+        The first run finds the forms of the layers' results, so no measured time has that search.
+        """
+        forms: dict[int, ResultForm] = {}
 
         def run() -> list[float]:
-            moments = self._run(batch, None).moments
+            moments = self._run(batch, None, forms).moments
             return [end - start for start, end in pairwise(moments)]
 
         run()
         with device_for(self.device).metering() as meter:
-            metered = self._run(batch, meter)
+            metered = self._run(batch, meter, forms)
         found = median_of_blocks(run, patience_seconds)
         embedding_forward, _, head_forward, head_backward, embedding_backward = found.seconds
         _, kept, _, with_loss, _, _ = metered.taken_bytes
@@ -392,9 +396,9 @@ class EndsRunner:
             found.append(last - first)
         return min(found[1:])
 
-    def _run(self, batch: Any, meter: MemoryMeter | None) -> _Pass:
+    def _run(self, batch: Any, meter: MemoryMeter | None, forms: dict[int, ResultForm]) -> _Pass:
         passed = _Pass(self.device, meter)
-        loss, _ = self._forward(batch, passed)
+        loss, _ = self._forward(batch, passed, forms)
         passed.mark()
         # Parts of the model may share a piece of the graph, as in the driver.
         if loss is not None and loss.requires_grad:
