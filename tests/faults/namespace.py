@@ -27,13 +27,13 @@ class Cable:
         return ["ip", "netns", "exec", self.namespace]
 
     def pull(self) -> None:
-        _ip("-n", self.namespace, "link", "set", self.far, "down")
+        ip("-n", self.namespace, "link", "set", self.far, "down")
 
     def plug(self) -> None:
-        _ip("-n", self.namespace, "link", "set", self.far, "up")
+        ip("-n", self.namespace, "link", "set", self.far, "up")
         # Who did not answer meanwhile is taken for unreachable for some seconds.
-        _ip("neigh", "flush", "dev", self.near)
-        _ip("-n", self.namespace, "neigh", "flush", "dev", self.far)
+        ip("neigh", "flush", "dev", self.near)
+        ip("-n", self.namespace, "neigh", "flush", "dev", self.far)
 
 
 @contextmanager
@@ -45,20 +45,25 @@ def cable() -> Iterator[Cable | None]:
         return
     try:
         far = ("netns", made.namespace)
-        _ip("link", "add", made.near, "type", "veth", "peer", "name", made.far, *far)
-        _ip("addr", "add", f"{HERE}/24", "dev", made.near)
-        _ip("link", "set", made.near, "up")
-        _ip("-n", made.namespace, "addr", "add", f"{THERE}/24", "dev", made.far)
-        _ip("-n", made.namespace, "link", "set", "lo", "up")
+        ip("link", "add", made.near, "type", "veth", "peer", "name", made.far, *far)
+        ip("addr", "add", f"{HERE}/24", "dev", made.near)
+        ip("link", "set", made.near, "up")
+        ip("-n", made.namespace, "addr", "add", f"{THERE}/24", "dev", made.far)
+        ip("-n", made.namespace, "link", "set", "lo", "up")
         made.plug()
         yield made
     finally:
-        _ip("netns", "del", made.namespace)
+        ip("netns", "del", made.namespace)
 
 
 def _may(*arguments: str) -> bool:
     return subprocess.run(["ip", *arguments], capture_output=True).returncode == 0
 
 
-def _ip(*arguments: str) -> None:
+def ip(*arguments: str) -> None:
+    """Run the command of this name.
+
+    Raises:
+        subprocess.CalledProcessError: If it fails.
+    """
     subprocess.run(["ip", *arguments], check=True, capture_output=True)
