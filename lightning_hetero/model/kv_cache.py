@@ -1,4 +1,4 @@
-"""Key-value caches of forwards through hollow layers: the keys and values stay on the stages.
+"""Key-value caches as the coordinator counts them; keys and values are in `pipeline/stage.py`.
 
     cache.layers      0             1        2        3
                    keys, values   length   length   length      1 to 3 are hollow

@@ -41,9 +41,9 @@ class Steps(NamedTuple):
         kept: How many of the best outlines go on.
         last: Changes of the best candidate.
         played: The least number of simulations, if enough changes are worth it.
-        passed: The least number, for each worker, of passes of a micro-batch through a stage in all
-            simulations: many short steps take as long as few long ones.
-        passed_by_many: The same for more than `MANY_WORKERS` workers, all together.
+        passed: The least number, for each pair of workers, of passes of a micro-batch through a
+            stage in all simulations: many short steps take as long as few long ones.
+        passed_in_all: A number of passes that suffices for any number of workers.
     """
 
     first: int = 100
@@ -51,12 +51,9 @@ class Steps(NamedTuple):
     kept: int = 3
     last: int = 4000
     played: int = 40
-    passed: int = 2_000
-    passed_by_many: int = 480_000
+    passed: int = 190
+    passed_in_all: int = 480_000
 
-
-MANY_WORKERS = 32
-"""Up to this many workers, planning takes seconds; beyond, a minute is allowed."""
 
 WARMTH = 0.02
 """Share of the step by which a change may make the estimate longer at the beginning of a walk."""
@@ -163,9 +160,7 @@ class TeamWalk:
         here = _outline_of(best)
         limit = self._estimates.step_seconds(here) * NEAR
         num_played, num_passed, tried = 0, 0, {here}
-        enough = self.steps.passed * len(self.by_speed)
-        if len(self.by_speed) > MANY_WORKERS:
-            enough = self.steps.passed_by_many
+        enough = min(self.steps.passed * len(self.by_speed) ** 2, self.steps.passed_in_all)
         for _ in range(self.steps.last):
             changed = self._changed(here)
             if changed is None or changed in tried:

@@ -1,4 +1,4 @@
-"""A worker's second processes: sessions of one run beside each other on its machine.
+"""A worker's second processes: sessions of one run beside each other, and their shares of memory.
 
 If every idle worker is taken, a machine of the run takes a lost worker's place beside its own:
 
