@@ -35,7 +35,9 @@ PACKAGE = ROOT / "lightning_hetero"
 PAGES = [
     ROOT / "README.md",
     *sorted(ROOT.glob("docs/**/*.md")),
+    ROOT / "CHANGELOG.md",
     ROOT / "CONTRIBUTING.md",
+    ROOT / "changes" / "README.md",
     *sorted(ROOT.glob("examples/*/README.md")),
     *sorted(ROOT.glob("benchmarks/*/README.md")),
 ]
