@@ -135,6 +135,13 @@ def test_every_page_is_in_the_contents() -> None:
         assert place == "README.md" or f"]({place})" in contents
 
 
+def test_the_readme_begins_with_two_lines_more_in_a_script() -> None:
+    (change,) = blocks(ROOT / "README.md", "diff")
+    marks = [line[:1] for line in change.splitlines()]
+    assert (marks.count("+"), marks.count("-")) == (2, 0)
+    compile("\n".join(line[1:] for line in change.splitlines()), "README.md", "exec")
+
+
 def test_the_readme_is_short() -> None:
     text = (ROOT / "README.md").read_text("utf-8")
     assert len(text.splitlines()) <= 150
