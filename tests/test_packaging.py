@@ -23,6 +23,7 @@ else:
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))
 EXTRAS = PROJECT["project"]["optional-dependencies"]
 GROUPS = PROJECT["dependency-groups"]
+CHANGELOG = PROJECT["tool"]["towncrier"]
 PINNED = re.findall(r"^([\w.-]+)==", (ROOT / "constraints.txt").read_text("utf-8"), re.M)
 
 
@@ -61,6 +62,11 @@ def test_the_versions_of_a_group_are_pinned(group: str) -> None:
     assert names(GROUPS[group]) <= {normal(name) for name in PINNED}
 
 
+def test_the_changelog_begins_with_the_version() -> None:
+    text = (ROOT / "CHANGELOG.md").read_text("utf-8").partition(CHANGELOG["start_string"])[2]
+    assert re.match(rf"\n## {re.escape(__version__)} \(\d{{4}}-\d\d-\d\d\)\n", text)
+
+
 def test_the_citation_has_the_version() -> None:
     citation = yaml.safe_load((ROOT / "CITATION.cff").read_text("utf-8"))
     assert citation["version"] == __version__
@@ -68,7 +74,7 @@ def test_the_citation_has_the_version() -> None:
 
 
 FRAGMENTS = ROOT / "changes"
-KINDS = [kind["directory"] for kind in PROJECT["tool"]["towncrier"]["type"]]
+KINDS = [kind["directory"] for kind in CHANGELOG["type"]]
 
 
 def fault_of_fragment(name: str, text: str) -> str:
