@@ -12,7 +12,7 @@ BENCHMARKS := $(sort $(wildcard benchmarks/*/main.py))
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test test-all sweep lint format docs bench faults scenarios spot fuzz foreign wheel-check clean
+.PHONY: help demo test test-all sweep lint format docs bench faults scenarios spot fuzz foreign changelog wheel-check clean
 
 help: ## List these commands
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-11s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
@@ -77,6 +77,9 @@ $(FOREIGN)/.installed: $(INSTALLED)
 # LitGPT wants versions of other packages that transformers does not take, and needs none of those versions here.
 	$(FOREIGN)/bin/python -m pip install --no-input -q --no-deps 'litgpt>=0.5.13,<0.6'
 	@touch $@
+
+changelog: $(INSTALLED) ## Move the lines of changes/ into the changelog, for the present version
+	$(BIN)/python -m towncrier build --yes $(ARGS)
 
 wheel-check: $(INSTALLED) ## Build the wheel, and try it in an environment of its own
 	rm -rf $(WHEEL)

@@ -35,7 +35,9 @@ PACKAGE = ROOT / "lightning_hetero"
 PAGES = [
     ROOT / "README.md",
     *sorted(ROOT.glob("docs/**/*.md")),
+    ROOT / "CHANGELOG.md",
     ROOT / "CONTRIBUTING.md",
+    ROOT / "changes" / "README.md",
     *sorted(ROOT.glob("examples/*/README.md")),
     *sorted(ROOT.glob("benchmarks/*/README.md")),
 ]
@@ -131,6 +133,13 @@ def test_every_page_is_in_the_contents() -> None:
     for page in ROOT.glob("docs/**/*.md"):
         place = page.relative_to(ROOT / "docs").as_posix()
         assert place == "README.md" or f"]({place})" in contents
+
+
+def test_the_readme_begins_with_two_lines_more_in_a_script() -> None:
+    (change,) = blocks(ROOT / "README.md", "diff")
+    marks = [line[:1] for line in change.splitlines()]
+    assert (marks.count("+"), marks.count("-")) == (2, 0)
+    compile("\n".join(line[1:] for line in change.splitlines()), "README.md", "exec")
 
 
 def test_the_readme_is_short() -> None:

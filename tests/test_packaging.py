@@ -23,6 +23,7 @@ else:
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))
 EXTRAS = PROJECT["project"]["optional-dependencies"]
 GROUPS = PROJECT["dependency-groups"]
+CHANGELOG = PROJECT["tool"]["towncrier"]
 PINNED = re.findall(r"^([\w.-]+)==", (ROOT / "constraints.txt").read_text("utf-8"), re.M)
 
 
@@ -61,10 +62,56 @@ def test_the_versions_of_a_group_are_pinned(group: str) -> None:
     assert names(GROUPS[group]) <= {normal(name) for name in PINNED}
 
 
+def test_the_changelog_begins_with_the_version() -> None:
+    text = (ROOT / "CHANGELOG.md").read_text("utf-8").partition(CHANGELOG["start_string"])[2]
+    assert re.match(rf"\n## {re.escape(__version__)} \(\d{{4}}-\d\d-\d\d\)\n", text)
+
+
 def test_the_citation_has_the_version() -> None:
     citation = yaml.safe_load((ROOT / "CITATION.cff").read_text("utf-8"))
     assert citation["version"] == __version__
     assert citation["license"] == PROJECT["project"]["license"]
+
+
+FRAGMENTS = ROOT / "changes"
+KINDS = [kind["directory"] for kind in CHANGELOG["type"]]
+
+
+def fault_of_fragment(name: str, text: str) -> str:
+    """Why a line for the changelog is refused; empty if it is right."""
+    kinds = "|".join(KINDS)
+    if not re.fullmatch(rf"\+[\w-]+\.({kinds})\.md", name):
+        return f"{name} is not named +WORD.KIND.md, with a kind of {kinds}."
+    if not re.fullmatch(r"[A-Z`](?:(?![.!?] +[A-Z`]).)*\.", " ".join(text.split())):
+        return f"{name} is not one sentence with a capital and a full stop."
+    return ""
+
+
+def test_each_line_for_the_changelog_has_a_kind_and_is_a_sentence() -> None:
+    """towncrier leaves out a file whose kind it does not know."""
+    files = [path for path in sorted(FRAGMENTS.iterdir()) if path.name != "README.md"]
+    faults = [fault_of_fragment(path.name, path.read_text("utf-8")) for path in files]
+    assert [fault for fault in faults if fault] == []
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "fault"),
+    [
+        ("+pause.added.md", "A worker pauses at `SIGUSR1`, as in 0.1 of\nits plan.\n", ""),
+        ("+pause.added.md", "`worker` pauses.", ""),
+        ("+pause.new.md", "A worker pauses.", "is not named"),
+        ("pause.added.md", "A worker pauses.", "is not named"),
+        ("+pause.added.txt", "A worker pauses.", "is not named"),
+        ("+pause.added.md", "", "is not one sentence"),
+        ("+pause.added.md", "A worker pauses", "is not one sentence"),
+        ("+pause.added.md", "- A worker pauses.", "is not one sentence"),
+        ("+pause.added.md", "A worker pauses. It goes on.", "is not one sentence"),
+    ],
+)
+def test_a_line_for_the_changelog_is_refused(name: str, text: str, fault: str) -> None:
+    found = fault_of_fragment(name, text)
+    assert fault in found
+    assert bool(fault) == bool(found)
 
 
 def make_targets(text: str) -> set[str]:

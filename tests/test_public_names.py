@@ -1,6 +1,6 @@
 """What users write down: names, arguments, keys of files and options of commands. None may change.
 
-A list here changes only where the CHANGELOG says so.
+A list here changes only with a line in `changes/`.
 """
 
 from __future__ import annotations

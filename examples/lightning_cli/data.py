@@ -9,19 +9,19 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader
 
-THIS_PROJECT = Path(__file__).parents[2] / "CHANGELOG.md"
+PATTERNS = Path(__file__).parents[2] / "docs" / "patterns.md"
 
 
 class TextData(L.LightningDataModule):
     """Equal pieces of a text; every tenth is held out.
 
     Args:
-        file: The text, in any language; by default the changelog of this project.
+        file: The text, in any language; by default the page of patterns of this project.
         length: Bytes of one piece.
         batch_size: Pieces of one batch.
     """
 
-    def __init__(self, file: Path = THIS_PROJECT, length: int = 128, batch_size: int = 16) -> None:
+    def __init__(self, file: Path = PATTERNS, length: int = 128, batch_size: int = 16) -> None:
         super().__init__()
         self.batch_size = batch_size
         content = torch.frombuffer(bytearray(file.read_bytes()), dtype=torch.uint8).long()

@@ -15,7 +15,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from lightning_hetero import HeteroPipelineStrategy, RayWorkers
 
-THIS_PROJECT = Path(__file__).parents[2] / "CHANGELOG.md"
+PATTERNS = Path(__file__).parents[2] / "docs" / "patterns.md"
 
 
 class ByteModel(L.LightningModule):
@@ -71,7 +71,7 @@ def main(arguments: Sequence[str] | None = None) -> float:
         enable_checkpointing=False,
         gradient_clip_val=1.0,
     )
-    trainer.fit(ByteModel(), pieces_of(THIS_PROJECT))
+    trainer.fit(ByteModel(), pieces_of(PATTERNS))
     loss = float(trainer.callback_metrics["train_loss"])
     print(f"loss after {options.steps} steps: {loss:.2f}")
     return loss

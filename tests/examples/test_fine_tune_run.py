@@ -351,6 +351,17 @@ def test_the_table_of_the_page_is_what_the_command_prints(
         assert line in page
 
 
+def test_the_table_of_the_first_page_is_what_the_command_prints(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    page = (FOLDER.parents[1] / "README.md").read_text("utf-8")
+    models = [name for name in cards.MODELS if f"\n| {name} |" in page]
+    assert len(models) > 1
+    monkeypatch.setattr(cards, "MODELS", {name: cards.MODELS[name] for name in models})
+    cards.main(["--cards", "RTX 3060+RTX 3090", "RTX 3090+RTX 4090"])
+    assert capsys.readouterr().out in page
+
+
 def test_a_layer_is_counted_as_it_is() -> None:
     config = cards.MODELS["Llama 3.2 1B"]
     layer = cards.count_layer(config, 256, Lora(rank=8))
