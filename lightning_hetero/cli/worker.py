@@ -161,8 +161,8 @@ def _paired(options: argparse.Namespace) -> tuple[socket.socket, Path]:
     offer: Offer[socket.socket] = Offer(code, partial(keep_token, path), time.monotonic())
     command = f"lightning-hetero pair {reachable(address_of(listener))} {code}"
     minutes = f"{OFFER_SECONDS / 60:.0f} minutes"
-    _print(Text(f"On the coordinator's machine, type within {minutes}:\n\n  {command}\n"))
     try:
+        _print(Text(f"On the coordinator's machine, type within {minutes}:\n\n  {command}\n"))
         is_new = await_peer(listener, offer)
     except KeyboardInterrupt:
         _print("Pairing was interrupted; the code is void.", stderr=True)

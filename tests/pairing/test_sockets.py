@@ -161,6 +161,8 @@ def test_the_third_wrong_code_ends_the_offer() -> None:
 def test_an_expired_offer_ends_though_someone_is_silent() -> None:
     clock = Clock()
     with waiting_worker(clock=clock) as worker, worker.connect() as silent:
+        with pytest.raises(PairingError, match="Tries left"):
+            worker.bring(WRONG_CODE)  # so that the worker has taken the silent peer
         clock.seconds = OFFER_SECONDS
         worker.connect().close()  # so that the worker looks at its clock
         with pytest.raises(PairingError, match="found nobody in 5 minutes"):
