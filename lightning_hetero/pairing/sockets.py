@@ -147,8 +147,8 @@ def bring_token(address: Address, code: str, token: Callable[[], Token]) -> bool
         ) from error
     except (OSError, RemoteProtocolError) as error:
         raise PairingError(
-            f"No worker pairs at {address}: {error} See that `lightning-hetero worker --pair` "
-            "waits there, and that the address and the port are right."
+            f"No worker pairs at {address}: {str(error).rstrip('.')}. See that `lightning-hetero "
+            "worker --pair` waits there, and that the address and the port are right."
         ) from error
     if isinstance(last, Refusal):
         raise PairingError(_why_refused(address, last))

@@ -10,7 +10,7 @@ from lightning_hetero.pairing.code import NUM_WORDS, WORDS, new_code, read_code
 
 def distance(one: str, other: str) -> int:
     """How many letters to change, add or remove to make one word of another."""
-    row = [*range(len(other) + 1)]
+    row: list[int] = [*range(len(other) + 1)]
     for number, letter in enumerate(one, 1):
         last, row = row, [number]
         for place, its in enumerate(other):
