@@ -15,6 +15,7 @@ have a rule of the planner and what carries it out (`planner/membership.py`,
     coordinator/   the Trainer's side
     launch/        who starts workers
     discovery/     where workers are
+    pairing/       how a worker gets the token: a code, typed once
     planner/       who gets what: pure functions from a profile to a plan
     replan/        which plan a run has: measured at its start, changed between steps
     profiler/      how fast it is: measurements of a model on its devices
@@ -57,8 +58,8 @@ through several rooms:
                            pipeline/stage.py, coordinator/worker_stages.py, planner/costs.py
 
 Imports point one way: cli -> verify -> strategy -> callbacks, guard, replan -> profiler -> report,
-coordinator -> telemetry, doctor, launch -> worker, discovery -> planner, transport -> pipeline ->
-devices -> protocol, model -> plan, _lightning -> errors.
+coordinator -> telemetry, doctor, launch -> worker, discovery, pairing -> planner, transport ->
+pipeline -> devices -> protocol, model -> plan, _lightning -> errors.
 """
 
 from __future__ import annotations

@@ -11,6 +11,7 @@ HeteroError
 │  ├─ LocalProtocolError     we were about to send a message against the rules
 │  └─ RemoteProtocolError    the peer sent a message against the rules
 ├─ TokenError                a token file is missing, weak or open to others
+├─ PairingError              two machines did not pair, so the token stays where it is
 ├─ ChannelError              a connection ended or could not be used
 │  └─ TrustError             the two ends have different tokens, or one lacks a token
 ├─ DiscoveryError            workers cannot be announced or found
@@ -74,6 +75,10 @@ class RemoteProtocolError(ProtocolError):
 
 class TokenError(HeteroError):
     """A token file is missing, weak, or open to others."""
+
+
+class PairingError(HeteroError):
+    """Two machines did not pair, so the token stays where it is."""
 
 
 class ChannelError(HeteroError):

@@ -23,6 +23,7 @@ WINGS = {
     "launch": ["coordinator.fleet", "launch"],
     "lazy_weights": ["model.lazy_weights", "model.checkpoint_reader"],
     "moves": ["coordinator.moves", "replan", "worker.moves"],
+    "pairing": ["pairing"],
     "planner": ["planner", "replan"],
     "profiler": ["profiler", "worker.trials"],
     "recovery": [

@@ -7,6 +7,7 @@ command is in the module of its name.
 from __future__ import annotations
 
 import argparse
+import re
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -24,6 +25,7 @@ from ..version import __version__
 Value = TypeVar("Value")
 
 DEFAULT_LISTEN = Address("127.0.0.1", 9999)
+PAIR_LISTEN = Address("0.0.0.0", 9999)  # noqa: S104 - other machines shall reach it
 _MOST_SECONDS = 366 * 86400.0
 # Between two looks, for an answer, and to measure a link.
 _LEAST_SECONDS, _MOST_LOOK_SECONDS = 0.01, 3600.0
@@ -166,6 +168,11 @@ def _output(text: str, default: str) -> Option:
     )
 
 
+def _with_port(text: str) -> Address:
+    """An address; without a port, a worker's default port."""
+    return Address.parse(text if re.search(r":\d+$", text) else f"{text}:{DEFAULT_LISTEN.port}")
+
+
 _ADDRESS = _checked(Address.parse)
 _PROJECT = (
     _option(
@@ -182,7 +189,7 @@ _WORKER = (
     _option(
         "--listen HOST:PORT",
         "address to listen on; beyond loopback only with a token; port 0 takes a free port "
-        f"(default: {DEFAULT_LISTEN}; with --join a free port)",
+        f"(default: {DEFAULT_LISTEN}; with --pair {PAIR_LISTEN}; with --join a free port)",
         type=_ADDRESS,
     ),
     _option(
@@ -197,6 +204,11 @@ _WORKER = (
     ),
     _seconds("--rejoin-seconds", "with --join: end after so long without being let in", 600.0),
     _token_file("accept only coordinators and workers with this token"),
+    _flag(
+        "--pair",
+        "first show a code, good once and for five minutes; `lightning-hetero pair` on the "
+        "coordinator's machine brings the token for it",
+    ),
     _option(
         "--announce",
         "answer searches on the local network for workers of this token (default: if other "
@@ -302,6 +314,16 @@ COMMANDS = {
             "--paste",
             "use the token of another machine: ask for it, or read it from standard input",
         ),
+    ),
+    "pair": _command(
+        "give the token to a worker that shows a code",
+        _option(
+            "address HOST[:PORT]",
+            f"where `lightning-hetero worker --pair` waits (default port: {PAIR_LISTEN.port})",
+            type=_checked(_with_port),
+        ),
+        _option("code WORD", "the code that the worker shows", nargs="+"),
+        _token_file("the token to give; it is made if there is none"),
     ),
     "doctor": _command(
         "find out why a worker cannot be used, hop by hop",

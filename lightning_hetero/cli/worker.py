@@ -31,14 +31,14 @@ from ..discovery.mdns import announced_worker
 from ..errors import HeteroError
 from ..model.allowed_imports import Allowed
 from ..transport.address import Address
-from ..transport.handshake import address_of, listen
+from ..transport.handshake import address_of, listen, open_port
 from ..transport.tls import Credentials, credentials_of
-from ..transport.token import Token, find_token_file
+from ..transport.token import Token, find_token_file, read_token_file
 from ..worker.join import Joiner
 from ..worker.owner import Owner, ServedRun
 from ..worker.supervisor import SessionPlace, Supervisor, serve_one_session, serve_one_session_anew
 from ..worker.worker import Worker
-from .options import DEFAULT_LISTEN
+from .options import DEFAULT_LISTEN, PAIR_LISTEN
 
 logger = logging.getLogger(__name__)
 
@@ -65,13 +65,18 @@ def run(options: argparse.Namespace) -> None:
         serve_one_session_anew(make_for, _say_when_it_ends, joiner, place)
     _warn_of_absent(tuple(options.allow))
     secret = _read_secret() if options.stop_with_stdin else ""
-    credentials = _credentials(token_file, secret)
-    make_worker = partial(_worker, options, credentials)
-    if is_own:
-        listener = listen(_where(options), credentials)
+    if options.pair:
+        listener, token_file = _paired(options)
+        credentials = _credentials(token_file, secret)
     else:
-        listener = socket.socket(fileno=options.listen_fd)
-    _warn_of_loopback(options.listen, address_of(listener))
+        credentials = _credentials(token_file, secret)
+        listener = (
+            listen(_where(options), credentials)
+            if is_own
+            else socket.socket(fileno=options.listen_fd)
+        )
+        _warn_of_loopback(options.listen, address_of(listener))
+    make_worker = partial(_worker, options, credentials)
     joiner = _joiner(options, address_of(listener))
     supervisor = Supervisor(
         listener,
@@ -129,10 +134,41 @@ def _where(options: argparse.Namespace) -> Address:
         where: Address = options.listen
         return where
     if options.join is None:
-        return DEFAULT_LISTEN
+        return PAIR_LISTEN if options.pair else DEFAULT_LISTEN
     if options.join.is_loopback:
         return Address("127.0.0.1", 0)
     return Address("::" if ":" in options.join.host else "0.0.0.0", 0)  # noqa: S104
+
+
+def _paired(options: argparse.Namespace) -> tuple[socket.socket, Path]:
+    """The listener of a worker that has paired, and its token file.
+
+    Raises:
+        HeteroError: If the address is not available, or the worker has not paired.
+    """
+    # Only this option needs the wing.
+    from ..launch.launcher import reachable
+    from ..pairing.code import new_code
+    from ..pairing.offer import OFFER_SECONDS, Offer
+    from ..pairing.sockets import await_peer
+    from ..pairing.token_file import keep_token, pairing_file
+
+    path, code = pairing_file(options.token_file), new_code()
+    if os.path.lexists(path):
+        read_token_file(path)  # before a person types the code
+    listener = open_port(_where(options))
+    _warn_of_loopback(options.listen, address_of(listener))
+    offer: Offer[socket.socket] = Offer(code, partial(keep_token, path), time.monotonic())
+    command = f"lightning-hetero pair {reachable(address_of(listener))} {code}"
+    minutes = f"{OFFER_SECONDS / 60:.0f} minutes"
+    try:
+        _print(Text(f"On the coordinator's machine, type within {minutes}:\n\n  {command}\n"))
+        is_new = await_peer(listener, offer)
+    except KeyboardInterrupt:
+        _print("Pairing was interrupted; the code is void.", stderr=True)
+        raise
+    _print(Text(f"Paired; the token {'is now' if is_new else 'was already'} in {path}."))
+    return listener, path
 
 
 def _warn_of_loopback(wanted: Address | None, where: Address) -> None:

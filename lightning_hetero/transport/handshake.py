@@ -89,6 +89,19 @@ def listen(
             f"{'`token_file=` of the strategy' if for_workers else '`--token-file`'} if it is in "
             "another place; or listen on 127.0.0.1."
         )
+    return open_port(address, for_workers)
+
+
+def open_port(address: Address, for_workers: bool = False) -> socket.socket:
+    """Open a listening socket, for strangers too; port 0 takes a free one.
+
+    Args:
+        address: Where to listen.
+        for_workers: Whether this process is a coordinator and waits for workers.
+
+    Raises:
+        WorkerError: If the address is not available.
+    """
     try:
         family = socket.AF_INET6 if ":" in address.host else socket.AF_INET
         where = (address.host, address.port)

@@ -139,6 +139,7 @@ LIGHT = {
     "worker --help": 0,
     "doctor --listen": 2,
     "token my_token": 0,
+    "pair 127.0.0.1:1 otter": 1,
     "plan profile.yaml": 0,
     "plan nothing.yaml": 1,
     "diagram given.yaml": 0,

@@ -1,6 +1,9 @@
-"""What is almost right, told to the decoder, a door and a live worker; and then a run.
+"""What is almost right, told to pairing ends, the decoder, a door and a live worker; then a run.
 
-python -m tests.fuzz.main [FRAMES] [CONVERSATIONS] [SEED]
+python -m tests.fuzz.main [FRAMES] [CONVERSATIONS] [SEED] [PAIRINGS]
+
+One pairing in `PAIRINGS_OF_REAL_ONE` computes in the group of the package, the others in a quick
+one.
 """
 
 from __future__ import annotations
@@ -22,11 +25,14 @@ from ..faults.scene import be_quiet
 from ..launch.guests import knock
 from ..models import TinyModule, loader, trainer
 from .mutations import mutated, mutated_conversation
+from .pairing import fuzz_pairing, quick_group
 from .recording import RecordedFrame, joiner_hello, record
 from .targets import LiveWorker, OpenDoor, decode, fuzzed_door
 
 # What this machine can spare: a worker that asked for more would be refused instead of killed.
 MOST_ADDRESSED_BYTES = 24 * 2**30
+
+PAIRINGS_OF_REAL_ONE = 50
 
 
 def own_peak_bytes() -> int:
@@ -66,9 +72,28 @@ def fuzz_door(frames: list[RecordedFrame], door: OpenDoor, count: int, seed: int
     honest.connection.close()
 
 
-def main(num_frames: int = 200_000, num_conversations: int = 2_000, seed: int = 0) -> None:
+def pair_with_strangers(count: int, seed: int) -> None:
+    """Say how pairings with strangers ended, and how much of tokens they got."""
+    num_real, begin = -(-count // PAIRINGS_OF_REAL_ONE), time.monotonic()
+    with quick_group():
+        found, token_bytes = fuzz_pairing(count - num_real, seed)
+    real, real_token_bytes = fuzz_pairing(num_real, seed + 1)
+    seconds = time.monotonic() - begin
+    say("pairing", f"{count:,} conversations in {seconds:.0f} s: {dict(found + real)}")
+    token_bytes += real_token_bytes
+    say("", f"{token_bytes} bytes of tokens to strangers; {num_real:,} in the real group")
+    assert token_bytes == 0
+
+
+def main(
+    num_frames: int = 200_000,
+    num_conversations: int = 2_000,
+    seed: int = 0,
+    num_pairings: int = 200_000,
+) -> None:
     be_quiet()
     torch.set_num_threads(1)
+    pair_with_strangers(num_pairings, seed)
     limit = ["prlimit", f"--as={MOST_ADDRESSED_BYTES}"]
     with worker_process(prefix=limit) as process:
         frames = record(process.address)

@@ -17,6 +17,7 @@ from lightning_hetero.transport.token import FILE_VARIABLE
 
 from ..conftest import worker_process
 from ..pages import DOCS, ROOT, blocks, script
+from ..pairing.processes import Machine, pairing_worker
 from ..pairwise import repeats
 
 TUTORIALS = DOCS / "tutorials"
@@ -45,16 +46,19 @@ def test_first_training(run: Run, capsys: pytest.CaptureFixture[str]) -> None:
 def test_a_second_machine(
     run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    made, started, asked, watched = [
+    started, paired, asked, watched = [
         b.strip() for b in blocks(TUTORIALS / "second-machine.md", "sh")
     ]
     (strategy,) = blocks(TUTORIALS / "second-machine.md", "python")
     token = tmp_path / "token"
     monkeypatch.setenv("COLUMNS", "200")
-    command(monkeypatch, f"{made} {token}")
-    assert started == "lightning-hetero worker --listen 0.0.0.0:9999"
+    assert started == "lightning-hetero worker --pair"
     monkeypatch.setenv(FILE_VARIABLE, str(token))
-    with worker_process(by_command=False, **{FILE_VARIABLE: str(token)}) as worker:
+    (tmp_path / "gpu-box").mkdir()
+    with pairing_worker(Machine(tmp_path / "gpu-box"), "--listen", "127.0.0.1:0") as worker:
+        words = paired.replace("gpu-box", worker.address).replace("otter-candle-river", worker.code)
+        command(monkeypatch, words)
+        worker.says("listening on")
         command(monkeypatch, asked.replace("gpu-box:9999", worker.address) + " --seconds 0.1")
         assert "can be used" in capsys.readouterr().out
         found = run(script("first-training"), "train")

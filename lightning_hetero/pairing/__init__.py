@@ -1,0 +1,1 @@
+"""How a worker gets the token: by a code, typed once on the coordinator's machine."""
