@@ -6,6 +6,7 @@ import logging
 import os
 import platform
 import re
+import shutil
 import subprocess
 import sys
 import threading
@@ -61,6 +62,11 @@ def pin(core: int) -> None:
 def on_core(core: int) -> list[str]:
     """What goes before a command that shall run on one core."""
     return ["taskset", "-c", str(core)]
+
+
+def dying_with_parent() -> list[str]:
+    """What goes before a command whose process shall not outlive a killed parent."""
+    return ["setpriv", "--pdeathsig", "KILL"] if shutil.which("setpriv") else []
 
 
 def environment() -> dict[str, str]:
