@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 
 from torch import nn
@@ -17,7 +17,7 @@ from ..model.recipe import Recipe, build_layers, joined
 from ..protocol import messages as m
 from .connections import Connections
 from .layers import RemoteLayers
-from .member import Member
+from .steps import RemoteStages
 from .worker_stages import RemoteStage
 
 
@@ -28,7 +28,7 @@ class PlainAttributes:
         layers: The layers on workers by their numbers.
         connections: The workers.
         remote: Has deployed the layers.
-        stamp: The progress of a worker's stages before the next forwards.
+        stages: Know the progress of each worker, and the present batch.
         hollow: The layers here; they note the changes.
         changed: Attributes that already differ from the layers built by the workers.
     """
@@ -38,14 +38,14 @@ class PlainAttributes:
         layers: Mapping[int, DecoderLayer],
         connections: Connections,
         remote: RemoteLayers,
-        stamp: Callable[[Member], Mapping[str, int]],
+        stages: RemoteStages,
         hollow: HollowLayers,
         changed: Sequence[Change],
     ) -> None:
         self._layers = layers
         self._connections = connections
         self._remote = remote
-        self._stamp = stamp
+        self._stages = stages
         self._held = hollow.held
         self._outside = outer_values_of(layer.module for layer in layers.values())
         self._held.unsent += changed
@@ -69,7 +69,7 @@ class PlainAttributes:
                 "sent before the next step, pass it as an argument, or keep the layers with the "
                 "coordinator."
             )
-        present = self._connections.step, self._connections.first_microbatch
+        present = self._connections.step, self._stages.first_microbatch
         is_first, self._latest = present != self._latest, present
         if self._held.unsent:
             self._send(self._held.unsent, is_first)
@@ -93,7 +93,9 @@ class PlainAttributes:
                     text, gone = write_change(change, layer.name)
                     said = partial(m.SetAttributes, change.layer_index, change.path, text, gone)
                     for worker in holdings.holders(number):
-                        self._connections.send(worker, said(**self._stamp(worker)))
+                        self._connections.send(
+                            worker, said(**self._stages.stamp_of_earlier(worker))
+                        )
 
 
 def changed_since_recipe(

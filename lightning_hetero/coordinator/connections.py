@@ -34,7 +34,6 @@ from ..errors import (
 )
 from ..events import Noted
 from ..pipeline.placement import Placement
-from ..pipeline.rule import Key
 from ..protocol import messages as m
 from ..protocol.frames import Frame
 from ..protocol.session import RUN_LETTERS
@@ -81,16 +80,12 @@ class Connections:
         members: The connected workers, by their numbers; a lost idle worker is left out.
         workers: The needed members, with stages; before `assign`, all members.
         neighbors: The pairs of names of workers that exchange messages; before `assign`, all pairs.
-        ways: By micro-batch and visit of the present step, the worker of each stage on its way.
         deadlines: As given.
         run: The name of the run; it only distinguishes runs.
         equipment: As given.
         step: The number of the present step; 0 before the first one.
-        first_microbatch: The number of the first micro-batch of the present batch in the step.
-        in_flight: The most micro-batches in flight in the present step.
         requests: The open requests.
         asides: Takes messages without a waiting caller, by their kind.
-        num_exchanges: The number of requested exchanges of replicas.
         tensor_asides: Takes such messages with tensors; they may break a rule.
         is_ending: Returns whether SIGTERM has asked this process to end.
         part: Puts another worker in the place of a lost one, if recovery is on.
@@ -115,17 +110,13 @@ class Connections:
         self.workers: list[Member] = []
         # By name, all workers ever connected, except workers freed by the first plan.
         self._known: dict[str, Member] = {}
-        self.ways: dict[Key, dict[int, Member]] = {}
         self.step = 0
-        self.first_microbatch = 0
-        self.in_flight = 1
         self.requests = Requests(self)
         self.asides: dict[type, Aside] = {
             m.Paused: self._on_paused,
             m.Resumed: self._on_resumed,
             m.Leaving: self._on_leaving,
         }
-        self.num_exchanges = 0
         self.tensor_asides: dict[type, TensorAside] = {
             m.ReplicaTensors: refuse_unasked,
             m.SnapshotPart: refuse_unasked,
@@ -280,6 +271,11 @@ class Connections:
                 f"back, and the run asks for {asked_seconds:g} s; start the worker with "
                 f"`--linger-seconds {asked_seconds:g}`."
             )
+
+    def begin_step(self) -> int:
+        """Begin the next step; returns its number."""
+        self.step += 1
+        return self.step
 
     def leave(self, unfinished: Unfinished) -> None:
         """Let other code run while backwards of the present step are on their way."""

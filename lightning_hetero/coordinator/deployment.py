@@ -195,13 +195,11 @@ class Deployment:
                 coordinator.stages,
                 recorder,
                 self._hollow,
-                coordinator.optimizers.open_exchange,
             )
         self.coordinator.optimizers.hosted = self.hosted
         self._hooks = self._hollow_out()
-        stamp = coordinator.stages.stamp_of_earlier
         self._attributes = PlainAttributes(
-            away, connections, remote_layers, stamp, self._hollow, differing
+            away, connections, remote_layers, coordinator.stages, self._hollow, differing
         )
 
     def _hosted_layers(self, away: Mapping[int, DecoderLayer]) -> dict[int, nn.Module]:

@@ -437,9 +437,11 @@ class HandOvers:
         self._is_cutting = False
 
     @contextmanager
-    def whole_batch_step(self, num_pieces: int, accumulate: bool) -> Iterator[None]:
+    def whole_batch_step(
+        self, num_pieces: int, accumulate: bool, dropout_step: int | None = None
+    ) -> Iterator[None]:
         """Inside, hand-overs of whole batches belong to one step, so that a backward may follow."""
-        self._stages.begin_step(num_pieces, accumulate)
+        self._stages.begin_step(num_pieces, accumulate, dropout_step)
         self._visits, self._has_graph = count(), False
         try:
             with self._recorder.span("forward"):

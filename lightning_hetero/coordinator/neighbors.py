@@ -16,6 +16,7 @@ from ..transport.address import advice
 from .connections import Connections
 from .member import Member
 from .roster import What
+from .steps import RemoteStages
 
 # Frames in the queue of forwards to one worker: so many for each micro-batch in flight, and some
 # more for forwards without gradients. An honest worker stays far below.
@@ -28,10 +29,12 @@ class RemoteNeighbors:
 
     Args:
         connections: The workers.
+        stages: Know the way of each micro-batch.
     """
 
-    def __init__(self, connections: Connections) -> None:
+    def __init__(self, connections: Connections, stages: RemoteStages) -> None:
         self._connections = connections
+        self._stages = stages
         connections.asides |= {
             m.NeighborUnreachable: self._on_unreachable,
             m.NeighborLost: self._on_lost,
@@ -72,13 +75,13 @@ class RemoteNeighbors:
             sending_stage = message.stage + 1
         else:
             return False
-        way = self._connections.ways.get(message.key, {})
+        way = self._stages.ways.get(message.key, {})
         target = way.get(message.stage)
         if target is None or way.get(sending_stage) is not source:
             return False
         if target.number not in source.row.cannot_reach:
             return False
-        most_queued = _MOST_FORWARDED + _MOST_FORWARDED_EACH * self._connections.in_flight
+        most_queued = _MOST_FORWARDED + _MOST_FORWARDED_EACH * self._stages.in_flight
         target.channel.pass_on(frame, most_queued)
         return True
 

@@ -100,13 +100,13 @@ class Coordinator:
         self.connections = Connections(
             names, source, deadlines, identity.equipment, copies.receive_pool
         )
-        self.neighbors = RemoteNeighbors(self.connections)
         self.recorder = Recorder(device)
         self._has_served = False
         self.observers = observers or Observers()
         recorder = self.recorder
         self.layers = RemoteLayers(self.connections, self.observers)
         self.stages = RemoteStages(self.connections, self.layers, recorder, copies)
+        self.neighbors = RemoteNeighbors(self.connections, self.stages)
         self.optimizers = RemoteOptimizers(self.connections, self.layers, self.stages, recorder)
 
     def serve(self, names: Sequence[str], narrowings: Sequence[Narrowing] = ()) -> None:
@@ -122,8 +122,7 @@ class Coordinator:
         if not self._has_served:
             self.connections.keep(names)
         self._has_served = True
-        self.stages.norms_due.clear()
-        self.stages.narrowings = narrowings
+        self.stages.begin_plan(narrowings)
 
     @property
     def replacements(self) -> RunPart:

@@ -324,7 +324,7 @@ class Snapshots:
                 "`Recovery`)."
             )
         connections = self._connections
-        connections.broadcast(m.ForgetSent(connections.step, connections.num_exchanges))
+        connections.broadcast(m.ForgetSent(connections.step, self._stages.num_exchanges))
 
     def _take(self, with_gradients: bool) -> None:
         connections = self._connections
@@ -339,7 +339,7 @@ class Snapshots:
             if worker.journal is not None:
                 worker.journal.mark()
         self._coming = _Snapshot(
-            self._number, connections.step, connections.num_exchanges, {*connections.workers}
+            self._number, connections.step, self._stages.num_exchanges, {*connections.workers}
         )
 
     # around a move

@@ -324,7 +324,7 @@ class Twins(NoTwins):
 
     def _seed(self, hand_over: _HandOver, number: int, draws: int) -> None:
         """Seed the random numbers of the worker's layer, or others."""
-        key, first = hand_over.key, self._remote.connections.first_microbatch
+        key, first = hand_over.key, self._stages.first_microbatch
         visit = key.visit % FIRST_TRIAL if hand_over.keeps_modes else key.visit
         place = self._stages.dropout_step, number, key.microbatch - first, visit + draws
         seed_action(self._seed_of_run, *place)

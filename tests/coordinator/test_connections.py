@@ -5,6 +5,8 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from lightning_utilities.core.rank_zero import rank_zero_only
@@ -53,7 +55,8 @@ def connected(
         addresses = {str(each): each for each in (first, Address.parse(relay.address))}
         source = Listening(addresses, deadlines, Identity())
         connections = Connections([*addresses], source, deadlines, m.Equipment(), BufferPool)
-        RemoteNeighbors(connections)
+        stages: Any = SimpleNamespace(ways={}, in_flight=1)
+        RemoteNeighbors(connections, stages)
         try:
             yield connections, relay
         finally:
@@ -238,5 +241,5 @@ def test_a_worker_that_cannot_begin_with_other_libraries_is_said_to_have_them() 
             "cannot build or run a layer, install the same versions on both."
         )
         assert "in build" in str(error.__cause__)
-        connections.step = 1
+        connections.begin_step()
         assert "versions" not in str(connections._stage_failed(worker, failure))

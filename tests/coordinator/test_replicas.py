@@ -46,7 +46,6 @@ class Scene:
         spec = SimpleNamespace(check=lambda _name, _tensor: None)
         names = ["0.own", "0.its", "1.other"]
         self.connections: Any = SimpleNamespace(
-            num_exchanges=2,
             tensor_asides={},
             check_usable=lambda: None,
             hear=lambda _seconds: self.take(*self.waiting.pop(0)),
@@ -60,7 +59,8 @@ class Scene:
                 holders_of=dict.fromkeys(names, (self.worker,)),
             ),
         )
-        self.exchange = ReplicaExchange(remote, names[:2], PlainCopies(CPU), Recorder(CPU))
+        stages: Any = SimpleNamespace(num_exchanges=2, copies=PlainCopies(CPU))
+        self.exchange = ReplicaExchange(remote, stages, names[:2], Recorder(CPU))
 
     def take(self, message: m.ReplicaTensors, tensors: list[Tensor]) -> None:
         self.connections.tensor_asides[m.ReplicaTensors](self.worker, message, tensors)
