@@ -612,7 +612,8 @@ def _join(worker: Worker, joiner: Joiner, pipe: _Voice, second: Second | None) -
         if second is None:
             joiner.run(worker, leave)
         else:
-            joiner.run_beside(worker, second.session)
+            joiner.run(worker, logger.warning, second.session)
+            worker.retire()
     except Exception as error:
         # Without this thread the worker would wait in vain.
         logger.exception("joining %s failed", joiner.address)
