@@ -13,7 +13,6 @@ from ..errors import LinkLost, RemoteProtocolError, WorkerError
 from ..protocol import messages as m
 from ..protocol.frames import Frame
 from ..transport.address import advice
-from .connections import Connections
 from .member import Member
 from .roster import What
 from .steps import RemoteStages
@@ -28,19 +27,20 @@ class RemoteNeighbors:
     """Hears of the links between workers, and forwards where a link is missing.
 
     Args:
-        connections: The workers.
         stages: Know the way of each micro-batch.
     """
 
-    def __init__(self, connections: Connections, stages: RemoteStages) -> None:
-        self._connections = connections
+    def __init__(self, stages: RemoteStages) -> None:
         self._stages = stages
-        connections.asides |= {
-            m.NeighborUnreachable: self._on_unreachable,
-            m.NeighborLost: self._on_lost,
-            m.NeighborAway: self._on_away,
-            m.NeighborBack: self._on_back,
-        }
+        self._connections = stages.layers.connections
+        self._connections.asides.update(
+            {
+                m.NeighborUnreachable: self._on_unreachable,
+                m.NeighborLost: self._on_lost,
+                m.NeighborAway: self._on_away,
+                m.NeighborBack: self._on_back,
+            }
+        )
 
     def _on_unreachable(self, worker: Member, message: m.NeighborUnreachable) -> None:
         """Forward from now on the messages between two workers that cannot reach each other."""
@@ -110,7 +110,7 @@ class RemoteNeighbors:
         if lost is None:
             wrong = f"It lost worker {report.member}, which does not exist."
             return connections.lose(reporter, RemoteProtocolError(wrong))
-        if {reporter.name, lost.name} not in connections.neighbors:
+        if not self._stages.layers.holdings.exchange(reporter, lost):
             return None
         if not lost.channel.peer_answers(connections.leaving()):
             connections.take_end_of(lost)

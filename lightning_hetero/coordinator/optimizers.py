@@ -40,8 +40,7 @@ from ..plan import StagePlan
 from ..protocol import messages as m
 from ..protocol.values import Packer, unpack
 from .answer_checks import check_norms, check_optimizer_state
-from .connections import Connections
-from .layers import STEPS_BETWEEN_COMPARISONS, RemoteLayers
+from .layers import STEPS_BETWEEN_COMPARISONS
 from .member import Member
 
 if TYPE_CHECKING:
@@ -53,26 +52,19 @@ class RemoteOptimizers:
     """The parts of optimizers on the stages, their gradients, and the trained parameters.
 
     Args:
-        connections: The workers.
-        layers: The layers on the workers.
         stages: Runs the steps.
         recorder: Records the spans of this process.
 
     Attributes:
-        layers: As given.
+        layers: The layers on the workers.
         hosted: The layers with a replica in this process, if there are any.
     """
 
-    def __init__(
-        self,
-        connections: Connections,
-        layers: RemoteLayers,
-        stages: RemoteStages,
-        recorder: Recorder,
-    ) -> None:
-        self.layers = layers
+    def __init__(self, stages: RemoteStages, recorder: Recorder) -> None:
+        self.layers = stages.layers
         self.hosted: HostedReplicas | None = None
-        self._connections, self._requests = connections, connections.requests
+        self._connections = self.layers.connections
+        self._requests = self._connections.requests
         self._stages = stages
         self._recorder = recorder
         self._is_applying = False
@@ -82,6 +74,10 @@ class RemoteOptimizers:
         self._stepping = ExitStack()
         # The class name of each optimizer, and the names of its parameters.
         self._optimized: dict[int, tuple[str, set[str]]] = {}
+
+    def begin_plan(self, hosted: HostedReplicas | None) -> None:
+        """Layers are where a plan has them, and perhaps some here too."""
+        self.hosted = hosted
 
     def build(
         self, optimizer: int, class_name: str, defaults: Mapping[str, Any], groups: Sequence[Group]

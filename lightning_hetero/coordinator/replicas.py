@@ -40,7 +40,7 @@ from ..protocol import messages as m
 from ..protocol.tensor_bytes import fingerprint_of, in_frames, sums_of_bits
 from ..transport.channel import send_copied
 from .connections import refuse_unasked
-from .layers import STEPS_BETWEEN_COMPARISONS, RemoteLayers
+from .layers import STEPS_BETWEEN_COMPARISONS
 from .member import Member
 
 if TYPE_CHECKING:
@@ -60,20 +60,13 @@ class ReplicaExchange:
     Stepped parameters of this process go to workers like any tensor changed here.
 
     Args:
-        remote: Knows the form and the owner of each tensor.
-        stages: Number the exchanges.
+        stages: Number the exchanges; their layers have the form and the owner of each tensor.
         names: The parameters of the layers in this process too.
         recorder: Takes a span for each message, and for the waits of this process.
     """
 
-    def __init__(
-        self,
-        remote: RemoteLayers,
-        stages: RemoteStages,
-        names: Collection[str],
-        recorder: Recorder,
-    ) -> None:
-        self._remote = remote
+    def __init__(self, stages: RemoteStages, names: Collection[str], recorder: Recorder) -> None:
+        self._remote = stages.layers
         self._stages = stages
         self._names = {*names}
         self._copies = stages.copies
@@ -82,7 +75,7 @@ class ReplicaExchange:
         self._whole: set[_Part] = set()
         # The latest complete exchange.
         self._latest = 0
-        remote.connections.tensor_asides[m.ReplicaTensors] = self._take_recorded
+        self._remote.connections.tensor_asides[m.ReplicaTensors] = self._take_recorded
 
     def detach(self) -> None:
         """Refuse further tensors."""
@@ -140,7 +133,7 @@ class ReplicaExchange:
         """
         part = message.content, message.round, worker
         is_known = message.round <= self._latest or part in self._whole
-        if worker.journal is not None and is_known:
+        if worker in self._remote.connections.part.journals and is_known:
             return  # the lost worker in whose place it is has sent so too
         is_due = message.round <= self._stages.num_exchanges
         if message.content == "totals" or not is_due or part in self._whole:
@@ -174,33 +167,27 @@ class HostedReplicas:
     """The layers of which this process is a replica. Implements `HostedLayers` for the driver.
 
     Args:
-        placement: Says which micro-batches run in this process; it must have a hosted stage.
         layers: The layers of the hosted stage by their numbers.
-        remote: Has deployed them.
         stages: Runs the steps of the stages on workers.
         recorder: Records the spans of this process.
         hollow: The hollow layers with these among them.
 
     Attributes:
-        placement: As given; other shares may take its place between two steps.
         names_of: The name of each parameter on the workers.
         given: The parameters owned and stepped by workers.
     """
 
     def __init__(
         self,
-        placement: Placement,
         layers: Mapping[int, nn.Module],
-        remote: RemoteLayers,
         stages: RemoteStages,
         recorder: Recorder,
         hollow: HollowLayers,
     ) -> None:
         self.note_tokens = stages.note_tokens
-        self.placement = placement
-        self._number = next(s.number for s in placement.stages if s.is_hosted)
         self._layers = layers
-        self._remote = remote
+        self._remote = remote = stages.layers
+        self._number = next(s.number for s in self.placement.stages if s.is_hosted)
         self._hollow = hollow
         self._copies = stages.copies
         self._stages = stages
@@ -212,7 +199,7 @@ class HostedReplicas:
         self._is_split = remote.holdings.stages[self._number].is_split
         owned = remote.holdings.owner_of
         self.given = {tensor: name for tensor, name in self.names_of.items() if name in owned}
-        self._exchange = ReplicaExchange(remote, stages, self.names_of.values(), recorder)
+        self._exchange = ReplicaExchange(stages, self.names_of.values(), recorder)
         self._sent = self._states()
         # The gradients gone to owners in this step, and the gradients left here within an
         # accumulation window.
@@ -227,6 +214,11 @@ class HostedReplicas:
         self._is_before_step = False
         # The optimizer steps since weights were compared.
         self._num_steps = 0
+
+    @property
+    def placement(self) -> Placement:
+        """Says which micro-batches run in this process."""
+        return self._remote.holdings.placement
 
     @property
     def processes(self) -> tuple[str, ...]:

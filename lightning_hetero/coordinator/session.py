@@ -105,9 +105,9 @@ class Coordinator:
         self.observers = observers or Observers()
         recorder = self.recorder
         self.layers = RemoteLayers(self.connections, self.observers)
-        self.stages = RemoteStages(self.connections, self.layers, recorder, copies)
-        self.neighbors = RemoteNeighbors(self.connections, self.stages)
-        self.optimizers = RemoteOptimizers(self.connections, self.layers, self.stages, recorder)
+        self.stages = RemoteStages(self.layers, recorder, copies)
+        self.neighbors = RemoteNeighbors(self.stages)
+        self.optimizers = RemoteOptimizers(self.stages, recorder)
 
     def serve(self, names: Sequence[str], narrowings: Sequence[Narrowing] = ()) -> None:
         """Prepare for a plan.
@@ -128,10 +128,6 @@ class Coordinator:
     def replacements(self) -> RunPart:
         """The part for replacing lost workers, if there is one."""
         return self.connections.part
-
-    def replace_lost_by(self, part: RunPart) -> None:
-        """Put other workers in the place of lost ones; call it before layers are sent."""
-        self.connections.part = part
 
     def close(self) -> None:
         """End all conversations in good order. May be called twice."""

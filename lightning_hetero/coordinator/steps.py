@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections import Counter
 from collections.abc import Callable, Collection, Container, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING
@@ -33,7 +33,6 @@ from ..protocol.frames import Content, Frame, encode_frame
 from ..protocol.values import Digests, Packer
 from ..transport.channel import send_copied
 from .answer_checks import DueAnswers, check_narrowed
-from .connections import Connections
 from .member import Member
 
 if TYPE_CHECKING:
@@ -101,12 +100,12 @@ class RemoteStages:
     Not thread-safe: only the thread with the turn may use it.
 
     Args:
-        connections: The workers.
         layers: The layers on the workers.
         recorder: Records the spans of this process.
         copies: Copies tensors from and to the device of this process's computation.
 
     Attributes:
+        layers: As given.
         copies: As given.
         num_tokens: Positions of hidden states sent into the stages for training.
         dropout_step: The number of the present batch for dropout masks.
@@ -118,12 +117,10 @@ class RemoteStages:
         num_exchanges: The number of requested exchanges of replicas.
         awaits_backward: Whether the backward of the latest loss is still to run; it publishes the
             gradients here.
-        on_backward: Called before gradients are sent.
     """
 
-    def __init__(
-        self, connections: Connections, layers: RemoteLayers, recorder: Recorder, copies: Copies
-    ) -> None:
+    def __init__(self, layers: RemoteLayers, recorder: Recorder, copies: Copies) -> None:
+        self.layers = layers
         self.copies = copies
         self.num_tokens = 0
         self.dropout_step = 0
@@ -133,7 +130,8 @@ class RemoteStages:
         self.norms_due: dict[Member, set[str]] = {}
         self.num_exchanges = 0
         self.awaits_backward = False
-        self.on_backward: Callable[[], None] = lambda: None
+        # Called before gradients are sent.
+        self._on_backward: Callable[[], None] = lambda: None
         self._narrowings: Sequence[Narrowing] = ()
         # Whether gradients have been sent since the latest sums of replicas.
         self._has_new_gradients = False
@@ -142,16 +140,15 @@ class RemoteStages:
         # The exchange begun in the present step, and the workers that know of it.
         self._begun: int | None = None
         self._told: set[Member] = set()
-        self._connections = connections
-        self._layers = layers
+        self._connections = layers.connections
         self._recorder = recorder
         self._due = DueAnswers()
         self._timings: list[tuple[str, m.Timings]] = []
         self._counts = _Counts()
-        connections.asides[m.Timings] = self._on_timings
+        layers.connections.asides[m.Timings] = self._on_timings
 
     def begin_plan(self, narrowings: Sequence[Narrowing]) -> None:
-        """Forget the gradients of the plan before.
+        """Begin a plan, without gradients.
 
         Args:
             narrowings: The rounding at each boundary: from this process to the first stage, between
@@ -219,7 +216,7 @@ class RemoteStages:
         self.first_microbatch, self.dropout_step = first_microbatch, dropout_step
 
     def _check_nobody_waits(self) -> None:
-        hosted = self._layers.holdings.placement.hosted
+        hosted = self.layers.holdings.placement.hosted
         if self._sums_due is not None and hosted is not None and hosted.is_split:
             raise ModelError(
                 "Layers on workers were called behind `training_step` and before the backward of "
@@ -259,7 +256,7 @@ class RemoteStages:
         self._counts = _Counts()
         self._connections.give_up_step()
         if self._connections.step > 0:
-            with contextlib.suppress(HeteroError):
+            with suppress(HeteroError):
                 step = self._connections.step
                 self._connections.broadcast(m.AbortStep(step, self.num_exchanges))
             self._connections.requests.give_up_step()
@@ -267,6 +264,15 @@ class RemoteStages:
     def _forget_gradients(self) -> None:
         self.norms_due.clear()
         self._has_new_gradients, self._sums_due = False, None
+
+    @contextmanager
+    def calling_before_backwards(self, on_backward: Callable[[], None]) -> Iterator[None]:
+        """Inside, the function is called before gradients are sent."""
+        before, self._on_backward = self._on_backward, on_backward
+        try:
+            yield
+        finally:
+            self._on_backward = before
 
     def await_backward(self) -> None:
         """The backward of a loss comes next, and publishes the gradients."""
@@ -305,7 +311,7 @@ class RemoteStages:
     def _send_forward(
         self, key: Key, hidden: Tensor, surroundings: Surroundings, is_whole: bool
     ) -> None:
-        holdings, step = self._layers.holdings, self._connections.step
+        holdings, step = self.layers.holdings, self._connections.step
         batch = BatchNumbers(self.dropout_step, self.first_microbatch)
         surroundings = replace(surroundings, batch=batch)
         # Where the module has several lists of layers, a visit passes the stages of one.
@@ -331,13 +337,13 @@ class RemoteStages:
         self, key: Key, gradients: Gradients, unsent: Collection[int] | None = None
     ) -> None:
         """Send the gradients of a returned activation to the last stage."""
-        self.on_backward()
+        self._on_backward()
         self._due.note_backward(key)
         self._has_new_gradients = True
         way = self.ways[key]
         last = max(way)
         if way[last] not in self.norms_due and any(g is not None for g in gradients.tensors):
-            holdings = self._layers.holdings
+            holdings = self.layers.holdings
             self.norms_due[way[last]] = {
                 name
                 for name, each in holdings.of_stage(last).items()
@@ -354,7 +360,7 @@ class RemoteStages:
 
     def _finished(self, workers: Iterable[Member], unsent: Collection[int]) -> list[Member]:
         """The workers without any of these micro-batches on their way."""
-        holdings = self._layers.holdings
+        holdings = self.layers.holdings
         if not holdings.placement.has_replicas:
             return []
         ways = [holdings.way(index, is_whole=False).values() for index in unsent]
@@ -363,7 +369,7 @@ class RemoteStages:
     def reduce(self) -> None:
         """Let replicas add up their gradients after all sent actions have run; does not wait for
         it."""
-        if self._has_new_gradients and self._layers.holdings.placement.has_replicas:
+        if self._has_new_gradients and self.layers.holdings.placement.has_replicas:
             self._reduce_on(self._connections.workers)
         self._has_new_gradients, self._begun = False, None
 
@@ -393,7 +399,7 @@ class RemoteStages:
             self._begun = self.next_exchange()
             self._told.clear()
             self._has_new_gradients = True
-            if self._layers.holdings.placement.hosted is not None:
+            if self.layers.holdings.placement.hosted is not None:
                 self._sums_due = self._begun
         return self._begun
 
@@ -425,7 +431,7 @@ class RemoteStages:
 
     def _returned(self, worker: Member, frame: Frame) -> Returned | None:
         """The content of a stage's result; None for a leftover of an aborted step."""
-        message, connections, holdings = frame.message, self._connections, self._layers.holdings
+        message, connections, holdings = frame.message, self._connections, self.layers.holdings
         if message.step != connections.step:
             return None
         with connections.blaming(worker):
@@ -458,7 +464,7 @@ class RemoteStages:
             )
         is_forward = isinstance(message, m.Activation)
         stage = max(way) if is_forward else min(way)
-        narrowing, expected = self._layers.holdings.stages[stage].narrowing, way[stage]
+        narrowing, expected = self.layers.holdings.stages[stage].narrowing, way[stage]
         if sender is not expected or message.stage != COORDINATOR_STAGE:
             raise RemoteProtocolError(
                 f"{kind} should come from stage {stage}, which {expected.name} "

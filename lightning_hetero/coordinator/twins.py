@@ -45,7 +45,6 @@ from ..pipeline.twin import (
     trained_names,
 )
 from ..protocol.tensor_bytes import DTYPES
-from .layers import RemoteLayers
 from .member import Member
 from .parts import NoTwins
 
@@ -104,7 +103,6 @@ class Twins(NoTwins):
     Args:
         layers: The layers on workers by their numbers, hollow when they are compared.
         kept: The numbers of the layers with their weights here.
-        remote: Fetches the tensors of the others.
         stages: Runs them on the workers.
         seed: Start of all random numbers of the run.
         mode: The answer to a difference.
@@ -116,7 +114,6 @@ class Twins(NoTwins):
         self,
         layers: Mapping[int, nn.Module],
         kept: Collection[int],
-        remote: RemoteLayers,
         stages: RemoteStages,
         seed: int,
         mode: CheckFirstBatch,
@@ -124,7 +121,7 @@ class Twins(NoTwins):
     ) -> None:
         self._layers = layers
         self._kept = frozenset(kept)
-        self._remote = remote
+        self._remote = stages.layers
         self._stages = stages
         self._seed_of_run = seed
         self._mode = mode

@@ -236,11 +236,9 @@ class WholeBatchStep(BatchStep):
         if not self._module.automatic_optimization:
             yield
             return
-        put_back = stand_in(self._deployment.coordinator.stages, "on_backward", _refuse_backward)
-        try:
+        stages = self._deployment.coordinator.stages
+        with stages.calling_before_backwards(_refuse_backward):
             yield
-        finally:
-            put_back()
 
 
 def _refuse_backward() -> None:

@@ -10,8 +10,6 @@ import pytest
 from torch import Tensor, nn
 
 from lightning_hetero.coordinator.attributes import PlainAttributes, changed_since_recipe
-from lightning_hetero.coordinator.connections import Connections
-from lightning_hetero.coordinator.layers import RemoteLayers
 from lightning_hetero.coordinator.steps import RemoteStages
 from lightning_hetero.coordinator.worker_stages import RemoteStage
 from lightning_hetero.errors import ModelError
@@ -45,13 +43,11 @@ def attributes_of(
 ) -> PlainAttributes:
     stage = SimpleNamespace(layers={0: layer.module})
     connections = connections or SimpleNamespace(step=1, check_usable=lambda: None)
-    stages = SimpleNamespace(first_microbatch=0, stamp_of_earlier=lambda _worker: {})
     holdings = SimpleNamespace(stages={object(): stage}, holders=lambda _stage: ["worker"])
-    remote = SimpleNamespace(holdings=holdings)
+    remote = SimpleNamespace(holdings=holdings, connections=connections)
+    stages = SimpleNamespace(layers=remote, first_microbatch=0, stamp_of_earlier=lambda _worker: {})
     return Following(
         {0: layer},
-        cast(Connections, connections),
-        cast(RemoteLayers, remote),
         cast(RemoteStages, stages),
         cast(HollowLayers, SimpleNamespace(held=held or held_of(layer))),
         [],
