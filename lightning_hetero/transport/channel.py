@@ -331,12 +331,11 @@ class Channel:
         """Whether a `Goodbye` or `Failure` ended the conversation."""
         return self._session.state is State.CLOSED
 
-    def report_activity(self, activity: str) -> None:
-        """Report this end's activity to the peer at once; the next sign of life reports it
-        otherwise.
-        """
-        self.activity = activity
-        self.send(self._sign_of_life())
+    def note_activity(self, activity: str, at_once: bool = False) -> None:
+        """Note this end's activity; the next sign of life reports it, or a new one ``at_once``."""
+        is_new, self.activity = activity != self.activity, activity
+        if at_once and is_new:
+            self.send(self._sign_of_life())
 
     def peer_answers(self, look: Callable[[], None] | None = None) -> bool:
         """Ask for a sign of life; wait for any message of the peer, or for the channel's end.

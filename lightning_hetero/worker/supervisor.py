@@ -487,11 +487,8 @@ def serve_one_session(
     except HeteroError as error:
         pipe.say("failed", str(error))
         return
-    if second is None:
-        worker.host.beside.ask = partial(pipe.say, "beside")
-    else:
-        worker.host.beside.only = second.session
-        on_drain = _say_nothing
+    worker.host.beside.begin(second, partial(pipe.say, "beside"))
+    on_drain = on_drain if second is None else _say_nothing
     threading.Thread(target=_obey, args=(worker, on_drain, place.pipe), daemon=True).start()
     pipe.say("ready", str(worker.host.device), worker.host.identity.equipment)
     threading.Thread(target=_live, args=(worker, pipe), daemon=True).start()
