@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 
 from torch import nn
@@ -15,9 +15,7 @@ from ..model.layer_code import outer_values_of
 from ..model.layers import DecoderLayer, describe_layer
 from ..model.recipe import Recipe, build_layers, joined
 from ..protocol import messages as m
-from .connections import Connections
-from .layers import RemoteLayers
-from .member import Member
+from .steps import RemoteStages
 from .worker_stages import RemoteStage
 
 
@@ -26,9 +24,7 @@ class PlainAttributes:
 
     Args:
         layers: The layers on workers by their numbers.
-        connections: The workers.
-        remote: Has deployed the layers.
-        stamp: The progress of a worker's stages before the next forwards.
+        stages: Know the progress of each worker, and the present batch.
         hollow: The layers here; they note the changes.
         changed: Attributes that already differ from the layers built by the workers.
     """
@@ -36,19 +32,16 @@ class PlainAttributes:
     def __init__(
         self,
         layers: Mapping[int, DecoderLayer],
-        connections: Connections,
-        remote: RemoteLayers,
-        stamp: Callable[[Member], Mapping[str, int]],
+        stages: RemoteStages,
         hollow: HollowLayers,
         changed: Sequence[Change],
     ) -> None:
         self._layers = layers
-        self._connections = connections
-        self._remote = remote
-        self._stamp = stamp
+        self._stages = stages
+        self._connections = stages.layers.connections
         self._held = hollow.held
         self._outside = outer_values_of(layer.module for layer in layers.values())
-        self._held.unsent += changed
+        self._held.note_unsent(changed)
         # The step and the first micro-batch of the batch of the latest hand-over.
         self._latest = -1, 0
 
@@ -69,11 +62,11 @@ class PlainAttributes:
                 "sent before the next step, pass it as an argument, or keep the layers with the "
                 "coordinator."
             )
-        present = self._connections.step, self._connections.first_microbatch
+        present = self._connections.step, self._stages.first_microbatch
         is_first, self._latest = present != self._latest, present
         if self._held.unsent:
             self._send(self._held.unsent, is_first)
-            self._held.unsent = []
+            self._held.note_sent()
 
     def _send(self, unsent: Sequence[Change], is_first: bool) -> None:
         if not is_first:
@@ -85,7 +78,7 @@ class PlainAttributes:
                 "`on_train_batch_start` or earlier, or keep the layer with the coordinator."
             )
         self._connections.check_usable()
-        holdings = self._remote.holdings
+        holdings = self._stages.layers.holdings
         for number, stage in holdings.stages.items():
             for change in unsent:
                 if change.layer_index in stage.layers:
@@ -93,7 +86,9 @@ class PlainAttributes:
                     text, gone = write_change(change, layer.name)
                     said = partial(m.SetAttributes, change.layer_index, change.path, text, gone)
                     for worker in holdings.holders(number):
-                        self._connections.send(worker, said(**self._stamp(worker)))
+                        self._connections.send(
+                            worker, said(**self._stages.stamp_of_earlier(worker))
+                        )
 
 
 def changed_since_recipe(

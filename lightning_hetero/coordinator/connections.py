@@ -10,9 +10,9 @@ from __future__ import annotations
 import secrets
 import time
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
-from itertools import combinations
+from functools import partial
 from queue import Empty, SimpleQueue
 from typing import Any, Protocol
 
@@ -34,7 +34,6 @@ from ..errors import (
 )
 from ..events import Noted
 from ..pipeline.placement import Placement
-from ..pipeline.rule import Key
 from ..protocol import messages as m
 from ..protocol.frames import Frame
 from ..protocol.session import RUN_LETTERS
@@ -44,7 +43,7 @@ from ..transport.channel import LOOK_SECONDS, Arrival, Channel, Inbox
 from ..transport.compatibility import differences
 from ..transport.deadlines import Deadlines
 from ..transport.wings import linger_seconds
-from .member import Member, Source, say_goodbye
+from .member import Admit, Member, Source, say_goodbye
 from .requests import Answer, Requests
 from .roster import Phase, Roster, What
 from .run_part import RunPart
@@ -80,17 +79,13 @@ class Connections:
         roster: The present state of each worker.
         members: The connected workers, by their numbers; a lost idle worker is left out.
         workers: The needed members, with stages; before `assign`, all members.
-        neighbors: The pairs of names of workers that exchange messages; before `assign`, all pairs.
-        ways: By micro-batch and visit of the present step, the worker of each stage on its way.
+        source: As given.
         deadlines: As given.
         run: The name of the run; it only distinguishes runs.
         equipment: As given.
         step: The number of the present step; 0 before the first one.
-        first_microbatch: The number of the first micro-batch of the present batch in the step.
-        in_flight: The most micro-batches in flight in the present step.
         requests: The open requests.
         asides: Takes messages without a waiting caller, by their kind.
-        num_exchanges: The number of requested exchanges of replicas.
         tensor_asides: Takes such messages with tensors; they may break a rule.
         is_ending: Returns whether SIGTERM has asked this process to end.
         part: Puts another worker in the place of a lost one, if recovery is on.
@@ -115,17 +110,13 @@ class Connections:
         self.workers: list[Member] = []
         # By name, all workers ever connected, except workers freed by the first plan.
         self._known: dict[str, Member] = {}
-        self.ways: dict[Key, dict[int, Member]] = {}
         self.step = 0
-        self.first_microbatch = 0
-        self.in_flight = 1
         self.requests = Requests(self)
         self.asides: dict[type, Aside] = {
             m.Paused: self._on_paused,
             m.Resumed: self._on_resumed,
             m.Leaving: self._on_leaving,
         }
-        self.num_exchanges = 0
         self.tensor_asides: dict[type, TensorAside] = {
             m.ReplicaTensors: refuse_unasked,
             m.SnapshotPart: refuse_unasked,
@@ -137,7 +128,7 @@ class Connections:
         # The arrivals during the wait for a certain answer; they come before the inbox.
         self._put_aside: deque[Arrival] = deque()
         self._receive_pool = receive_pool
-        self._source = source
+        self.source = source
         self.run = secrets.token_hex(RUN_LETTERS // 2)
         # The step with backwards on their way while other code runs.
         self._unfinished: Unfinished | None = None
@@ -150,7 +141,14 @@ class Connections:
         except BaseException:
             self.close()
             raise
-        self.neighbors = pairs_of(self.members)
+
+    def end_when(self, is_ending: Callable[[], bool], is_interrupted: Callable[[], bool]) -> None:
+        """Do not wait for long when one of these functions returns true; see the attributes."""
+        self.is_ending, self.is_interrupted = is_ending, is_interrupted
+
+    def replace_lost_by(self, part: RunPart) -> None:
+        """Put other workers in the place of lost ones; call it before layers are sent."""
+        self.part = part
 
     def note(self, what: What, worker: Member | None = None, **facts: Any) -> None:
         """Note an event of a worker, or of all workers; the facts are fields of `Noted`."""
@@ -174,16 +172,14 @@ class Connections:
             rank_zero_info(f"{name} differs, which is normal: {', '.join(found)}")
         return worker
 
-    def new_session_name(self) -> str:
-        """A name for a session of this run, impossible to guess."""
-        return self.run + secrets.token_hex(16)
-
-    def _open(self, own_name: str) -> tuple[Channel, m.Equipment, Address, str]:
+    def _open(
+        self, own_name: str, admit: Admit | None = None
+    ) -> tuple[Channel, m.Equipment, Address, str]:
         """Open a session with a worker; returns its channel, equipment, address and session."""
-        # Each worker has a name of its own, to refuse a neighbor that reaches a wrong worker, or
-        # itself.
-        session = self.new_session_name()
-        channel, welcome, address = self._source.admit(own_name, session)
+        # Each worker has a name of its own, impossible to guess, to refuse a neighbor that reaches
+        # a wrong worker, or itself.
+        session = self.run + secrets.token_hex(16)
+        channel, welcome, address = (admit or partial(self.source.admit, own_name))(session)
         channel.start(self._inbox, self._receive_pool())
         return channel, welcome.equipment, address, session
 
@@ -191,44 +187,28 @@ class Connections:
     def spares(self) -> list[str]:
         """The own names of workers that could be reached, and are not members."""
         taken = {member.row.own_name for member in self.members}
-        return [name for name in self._source.names() if name not in taken]
+        return [name for name in self.source.names() if name not in taken]
 
-    def dial_again(self, worker: Member, own_name: str) -> None:
+    def dial_again(self, worker: Member, own_name: str, beside: Admit | None = None) -> None:
         """Open a session with the process in the place of a lost worker.
 
         Args:
             worker: The lost worker.
             own_name: The name of the process: the lost worker's, or a spare's.
+            beside: Opens the session with a second process on the machine of another worker.
 
         Raises:
             WorkerUnreachable: If a worker does not answer there or refuses.
         """
-        with self._another_channel(worker):
-            opened = self._open(own_name)
-            worker.channel, worker.equipment, worker.address, worker.session = opened
-            self.note(What.SERVED, worker, text=own_name)
-
-    def dial_beside(self, worker: Member, other: Member, session: str) -> None:
-        """Open the session with a waiting second process on the machine of another worker.
-
-        Raises:
-            WorkerUnreachable: If it does not answer or refuses.
-        """
-        with self._another_channel(worker):
-            channel, welcome = self._source.admit_beside(other.address, session)
-            channel.start(self._inbox, self._receive_pool())
-            worker.channel, worker.equipment = channel, welcome.equipment
-            worker.address, worker.session = other.address, session
-            self.note(What.SERVED_BESIDE, worker)
-
-    @contextmanager
-    def _another_channel(self, worker: Member) -> Iterator[None]:
-        """Inside, a lost worker gets the channel to the process in its place."""
-        on_sent = worker.channel.on_sent
+        on_sent, journal = worker.channel.on_sent, self.part.journals.get(worker)
         self._by_channel.pop(worker.channel, None)
-        self.requests.forget(worker, worker.journal.requests if worker.journal else ())
+        self.requests.forget(worker, journal.requests if journal else ())
         worker.channel.close(m.Goodbye())  # it may be a process restored too late
-        yield
+        worker.go_on_with(self._open(own_name, beside))
+        if beside is None:
+            self.note(What.SERVED, worker, text=own_name)
+        else:
+            self.note(What.SERVED_BESIDE, worker)
         worker.channel.report_sent(on_sent)
         self._by_channel[worker.channel] = worker
 
@@ -280,6 +260,11 @@ class Connections:
                 f"back, and the run asks for {asked_seconds:g} s; start the worker with "
                 f"`--linger-seconds {asked_seconds:g}`."
             )
+
+    def begin_step(self) -> int:
+        """Begin the next step; returns its number."""
+        self.step += 1
+        return self.step
 
     def leave(self, unfinished: Unfinished) -> None:
         """Let other code run while backwards of the present step are on their way."""
@@ -345,7 +330,6 @@ class Connections:
         stages = {each.name: [*placement.stages_of(each.name)] for each in self.members}
         stages = {name: numbers for name, numbers in stages.items() if numbers}
         self.note(What.PLACED, stages=stages, names=[worker.name for worker in giving])
-        self.neighbors = pairs_of(self.workers) if giving else placement.neighbors
 
     @property
     def worker_equipment(self) -> dict[str, m.Equipment]:
@@ -493,7 +477,8 @@ class Connections:
             self._on_end(worker, content)
             return None
         message = content.message
-        if worker.journal is not None and not worker.journal.takes(message):
+        journal = self.part.journals.get(worker)
+        if journal is not None and not journal.takes(message):
             return None  # the lost worker in whose place it is has said so too
         is_answer = self._is_answer(worker, content)
         take_aside = self.asides.get(type(message))
@@ -701,11 +686,6 @@ class Connections:
     def when(self) -> str:
         """The present step, as words at the end of a sentence."""
         return f"in step {self.step}" if self.step else "before the first step"
-
-
-def pairs_of(workers: Iterable[Member]) -> frozenset[frozenset[str]]:
-    """The names of each two of some workers."""
-    return frozenset(map(frozenset, combinations((worker.name for worker in workers), 2)))
 
 
 def refuse_unasked(_worker: Member, message: m.Message, _tensors: Sequence[Tensor]) -> None:

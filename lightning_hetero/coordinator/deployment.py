@@ -35,7 +35,7 @@ from ..model.layers import (
 from ..model.partial_layers import absent_in
 from ..model.recipe import imports_of
 from ..model.shared_parts import SharedParts
-from ..model.tensors import UnreadWeights, is_frozen, named_tensors, weights_in_checkpoint
+from ..model.tensors import UnreadWeights, named_tensors, weights_in_checkpoint
 from ..pipeline.boundary import Collected
 from ..pipeline.handover import Request, surroundings_here
 from ..pipeline.microbatch import NOTHING_SAID, BatchOptions
@@ -156,11 +156,10 @@ class Deployment:
         self._away = {number: layer.module for number, layer in away.items()}
         hosted = self._hosted_layers(away)
         self._look_at_tensors(hosted, before)
-        recorder, remote_layers = coordinator.recorder, coordinator.layers
+        recorder = coordinator.recorder
         twins = self._parts.twins(
             self._away,
             hosted,
-            remote_layers,
             coordinator.stages,
             self.draws.seed,
             batches.check,
@@ -189,20 +188,14 @@ class Deployment:
         self.hosted: HostedReplicas | None = None
         if hosted:
             self.hosted = self._parts.hosted(
-                Placement.of(plan),
                 hosted,
-                remote_layers,
                 coordinator.stages,
                 recorder,
                 self._hollow,
-                coordinator.optimizers.open_exchange,
             )
-        self.coordinator.optimizers.hosted = self.hosted
+        coordinator.optimizers.begin_plan(self.hosted)
         self._hooks = self._hollow_out()
-        stamp = coordinator.stages.stamp_of_earlier
-        self._attributes = PlainAttributes(
-            away, connections, remote_layers, stamp, self._hollow, differing
-        )
+        self._attributes = PlainAttributes(away, coordinator.stages, self._hollow, differing)
 
     def _hosted_layers(self, away: Mapping[int, DecoderLayer]) -> dict[int, nn.Module]:
         """The layers on workers of which this process will be a replica.
@@ -273,11 +266,8 @@ class Deployment:
         """
         self.coordinator.connections.check_linked()
         self.plan = plan
-        self.hand_overs.plan = plan
-        placement = Placement.of(plan)
-        self.coordinator.layers.share(placement)
-        if self.hosted is not None:
-            self.hosted.placement = placement
+        self.hand_overs.share(plan)
+        self.coordinator.layers.share(Placement.of(plan))
 
     def paths(self) -> dict[str, str]:
         """The path in the module of each tensor on a worker, by its name there."""
@@ -464,20 +454,9 @@ class Deployment:
     @contextmanager
     def gathering(self, left_out: set[Tensor]) -> Iterator[None]:
         """Inside, ``state_dict`` gathers a checkpoint without some tensors, and shows progress."""
-        tensors = self.tensors
-        num_bytes = sum(
-            tensor.nbytes
-            for tensor in tensors.names_of
-            if tensor not in left_out and not (is_frozen(tensor) and tensors.is_on_disk(tensor))
-        )
-        what = "Gathering the weights of the layers on workers"
-        self._hollow.state_dicts.left_out = left_out
-        try:
-            with closing(self.coordinator.layers.progress(what, num_bytes)) as tensors.progress:
-                yield
-        finally:
-            tensors.progress = None
-            self._hollow.state_dicts.left_out = set()
+        state_dicts = self._hollow.state_dicts
+        with self.tensors.gathering(left_out), state_dicts.leaving_out(left_out):
+            yield
 
     def bring_back(self, remedy: str = "continue from the last checkpoint") -> None:
         """Make the layers ordinary again with their present weights.

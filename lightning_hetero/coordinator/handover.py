@@ -421,7 +421,7 @@ class HandOvers:
         self.twins = twins
         self._stages = stages
         self._recorder = recorder
-        self.plan = plan
+        self._plan = plan
         self._follow = follow
         self._whole_batches = WholeBatches(layers, plan, options, self._try)
         # Numbers the hand-overs of the present step, inside of a step.
@@ -436,10 +436,16 @@ class HandOvers:
         self._lone: LoneMicrobatch | None = None
         self._is_cutting = False
 
+    def share(self, plan: Plan) -> None:
+        """Go on with a plan with other shares for replicas."""
+        self._plan = plan
+
     @contextmanager
-    def whole_batch_step(self, num_pieces: int, accumulate: bool) -> Iterator[None]:
+    def whole_batch_step(
+        self, num_pieces: int, accumulate: bool, dropout_step: int | None = None
+    ) -> Iterator[None]:
         """Inside, hand-overs of whole batches belong to one step, so that a backward may follow."""
-        self._stages.begin_step(num_pieces, accumulate)
+        self._stages.begin_step(num_pieces, accumulate, dropout_step)
         self._visits, self._has_graph = count(), False
         try:
             with self._recorder.span("forward"):
@@ -544,7 +550,7 @@ class HandOvers:
                 f"them, as a hook does that calls the model; {_CALL_LATER}."
             )
         # An evaluation, or a user's own call of the model, is a step by itself.
-        with self.whole_batch_step(self.plan.micro_batches, accumulate=True):
+        with self.whole_batch_step(self._plan.micro_batches, accumulate=True):
             return self._exchange_whole(request, count())
 
     def _exchange_whole(self, request: Request, visits: Iterator[int]) -> Activation:
@@ -557,7 +563,7 @@ class HandOvers:
             return self._join(pieces, dim, visit)
         # The backward of reentrant checkpointing calls layers after a forward without gradients.
         self._has_graph = self._has_graph or not _is_in_backward()
-        exchange = Exchange(self._stages, visit, self.plan.max_in_flight, dim)
+        exchange = Exchange(self._stages, visit, self._plan.max_in_flight, dim)
         others = [*request.surroundings.carried.values()]
         return exchange_whole(request.hidden, exchange, pieces, others)
 
@@ -581,6 +587,6 @@ class HandOvers:
         return self._join(tried, dim, next(self._trials))
 
     def _join(self, pieces: Sequence[Request], dim: int, visit: int) -> Activation:
-        found = Exchange(self._stages, visit, self.plan.max_in_flight).forward(pieces)
+        found = Exchange(self._stages, visit, self._plan.max_in_flight).forward(pieces)
         device = pieces[0].hidden.device
         return join_activations(found, dim).map(lambda tensor: tensor.to(device))

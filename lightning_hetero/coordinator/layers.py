@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import closing
+from contextlib import closing, contextmanager
 from dataclasses import replace
 from itertools import chain
 from typing import NoReturn
@@ -18,6 +18,7 @@ from ..model.stored import State
 from ..model.tensors import (
     UnreadWeights,
     flatten,
+    is_frozen,
     named_tensors,
     state_in,
     stored_in_four_bits,
@@ -86,6 +87,16 @@ class RemoteLayers:
         run a step, and all tensors are where ``holdings`` has them."""
         return self.connections.roster.state.before is not None
 
+    def place(self, holdings: Holdings, deployed: Mapping[Member, m.Deploy] | None = None) -> None:
+        """Layers have moved.
+
+        Args:
+            holdings: Where they are.
+            deployed: The complete requests to build them, for the workers with new ones.
+        """
+        self.holdings = holdings
+        self.deployed |= deployed or {}
+
     def progress(self, what: str, num_bytes: int) -> Progress:
         """Publish the progress of a transfer; the text is the beginning of a sentence."""
         return PublishedProgress(self._observers, what, num_bytes)
@@ -147,8 +158,8 @@ class RemoteLayers:
         # The others are in a checkpoint, and can be read from it again.
         here = {name for name, tensor in named if not tensor.is_meta}
         part = self.connections.part
-        load.contents = part.spooled(worker.number, load.contents, here.__contains__)
-        return load
+        contents = part.spooled(worker.number, load.contents, here.__contains__)
+        return replace(load, contents=contents)
 
     def share(self, placement: Placement) -> None:
         """Go on with a placement of the same stages, with other shares for replicas."""
@@ -316,7 +327,7 @@ class TensorsAway:
     ) -> None:
         self.names_of = {tensor: name for name, tensor in named_tensors(layers)}
         self.loss: WeightsLost | None = None
-        self.progress: Progress | None = None
+        self._progress: Progress | None = None
         self._layers = layers
         self._kept = kept
         self._remote = remote
@@ -328,7 +339,22 @@ class TensorsAway:
 
     def fetch(self, names: Sequence[str]) -> dict[str, Tensor]:
         self.check_not_lost()
-        return self._remote.fetch(names, self.progress)
+        return self._remote.fetch(names, self._progress)
+
+    @contextmanager
+    def gathering(self, left_out: Collection[Tensor]) -> Iterator[None]:
+        """Inside, fetches for a checkpoint without some tensors show their progress."""
+        num_bytes = sum(
+            tensor.nbytes
+            for tensor in self.names_of
+            if tensor not in left_out and not (is_frozen(tensor) and self.is_on_disk(tensor))
+        )
+        what = "Gathering the weights of the layers on workers"
+        try:
+            with closing(self._remote.progress(what, num_bytes)) as self._progress:
+                yield
+        finally:
+            self._progress = None
 
     def store(self, tensors: Mapping[str, Tensor]) -> None:
         self.check_not_lost()

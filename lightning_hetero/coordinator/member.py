@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
 
@@ -13,8 +13,14 @@ from ..transport.address import Address, advice
 from .roster import Roster, Row
 
 if TYPE_CHECKING:
-    from ..pipeline.journal import Journal
     from ..transport.channel import Channel
+
+
+# An open conversation: the channel, not started yet; the worker's Welcome; where it listens now.
+Admitted = tuple["Channel", m.Welcome, Address]
+
+# Opens the conversation of a name.
+Admit = Callable[[str], Admitted]
 
 
 @dataclass(eq=False)
@@ -28,7 +34,6 @@ class Member:
         channel: The conversation.
         equipment: Its hardware and software.
         session: The name of the conversation; a neighbor names it to reach the right worker.
-        journal: The messages to it since its latest snapshot, if they are kept.
     """
 
     name: str
@@ -40,7 +45,10 @@ class Member:
     constants: SentConstants = field(default_factory=SentConstants)
     # The writing thread of the channel reads the constants too.
     constants_lock: threading.Lock = field(default_factory=threading.Lock)
-    journal: Journal | None = None
+
+    def go_on_with(self, opened: tuple[Channel, m.Equipment, Address, str]) -> None:
+        """Another process is in its place from now on."""
+        self.channel, self.equipment, self.address, self.session = opened
 
     @property
     def row(self) -> Row:
@@ -104,15 +112,12 @@ class Source(Protocol):
     def names(self) -> Sequence[str]:
         """The workers that may be there now."""
 
-    def admit(self, name: str, session_name: str) -> tuple[Channel, m.Welcome, Address]:
+    def admit(self, name: str, session_name: str) -> Admitted:
         """Open a conversation with a worker.
 
         Args:
             name: The worker's own name.
             session_name: The name of the conversation.
-
-        Returns:
-            The channel, not started yet; the worker's Welcome; where it listens now.
 
         Raises:
             WorkerUnreachable: If it does not answer or refuses.

@@ -150,9 +150,8 @@ class LayerMove:
         workers = {*before.workers, *self._after.workers}
         involved = [worker for worker in connections.members if worker in workers]
         tensors, owner_of = self._meanwhile
-        remote.holdings = Holdings(
-            before.stages, before.members, tensors, owner_of, before.placement
-        )
+        present = before.stages, before.members, tensors, owner_of, before.placement
+        remote.place(Holdings(*present, are_moving=True))
         connections.assign(self._after.placement, involved)
         requests = connections.requests
         built = [requests.send(worker, self._deploy_message(worker)) for worker in involved]
@@ -166,10 +165,8 @@ class LayerMove:
         remote.interrupts.hold()
         requests.finish([requests.send(worker, m.Launch()) for worker in involved])
         connections.note(What.LAUNCHED)
-        connections.neighbors = self._after.placement.neighbors
-        remote.holdings = self._after
-        for worker in self._after.workers:
-            remote.deployed[worker] = self._after.deploy_message(worker, self._seed)
+        after, seed = self._after, self._seed
+        remote.place(after, {each: after.deploy_message(each, seed) for each in after.workers})
 
     def _is_rounded(self, name: str) -> bool:
         """Whether a tensor has another dtype on its worker than before."""

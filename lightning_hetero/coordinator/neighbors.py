@@ -13,9 +13,9 @@ from ..errors import LinkLost, RemoteProtocolError, WorkerError
 from ..protocol import messages as m
 from ..protocol.frames import Frame
 from ..transport.address import advice
-from .connections import Connections
 from .member import Member
 from .roster import What
+from .steps import RemoteStages
 
 # Frames in the queue of forwards to one worker: so many for each micro-batch in flight, and some
 # more for forwards without gradients. An honest worker stays far below.
@@ -27,17 +27,20 @@ class RemoteNeighbors:
     """Hears of the links between workers, and forwards where a link is missing.
 
     Args:
-        connections: The workers.
+        stages: Know the way of each micro-batch.
     """
 
-    def __init__(self, connections: Connections) -> None:
-        self._connections = connections
-        connections.asides |= {
-            m.NeighborUnreachable: self._on_unreachable,
-            m.NeighborLost: self._on_lost,
-            m.NeighborAway: self._on_away,
-            m.NeighborBack: self._on_back,
-        }
+    def __init__(self, stages: RemoteStages) -> None:
+        self._stages = stages
+        self._connections = stages.layers.connections
+        self._connections.asides.update(
+            {
+                m.NeighborUnreachable: self._on_unreachable,
+                m.NeighborLost: self._on_lost,
+                m.NeighborAway: self._on_away,
+                m.NeighborBack: self._on_back,
+            }
+        )
 
     def _on_unreachable(self, worker: Member, message: m.NeighborUnreachable) -> None:
         """Forward from now on the messages between two workers that cannot reach each other."""
@@ -72,13 +75,13 @@ class RemoteNeighbors:
             sending_stage = message.stage + 1
         else:
             return False
-        way = self._connections.ways.get(message.key, {})
+        way = self._stages.ways.get(message.key, {})
         target = way.get(message.stage)
         if target is None or way.get(sending_stage) is not source:
             return False
         if target.number not in source.row.cannot_reach:
             return False
-        most_queued = _MOST_FORWARDED + _MOST_FORWARDED_EACH * self._connections.in_flight
+        most_queued = _MOST_FORWARDED + _MOST_FORWARDED_EACH * self._stages.in_flight
         target.channel.pass_on(frame, most_queued)
         return True
 
@@ -107,7 +110,7 @@ class RemoteNeighbors:
         if lost is None:
             wrong = f"It lost worker {report.member}, which does not exist."
             return connections.lose(reporter, RemoteProtocolError(wrong))
-        if {reporter.name, lost.name} not in connections.neighbors:
+        if not self._stages.layers.holdings.exchange(reporter, lost):
             return None
         if not lost.channel.peer_answers(connections.leaving()):
             connections.take_end_of(lost)

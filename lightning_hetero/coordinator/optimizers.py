@@ -40,8 +40,7 @@ from ..plan import StagePlan
 from ..protocol import messages as m
 from ..protocol.values import Packer, unpack
 from .answer_checks import check_norms, check_optimizer_state
-from .connections import Connections
-from .layers import STEPS_BETWEEN_COMPARISONS, RemoteLayers
+from .layers import STEPS_BETWEEN_COMPARISONS
 from .member import Member
 
 if TYPE_CHECKING:
@@ -53,26 +52,19 @@ class RemoteOptimizers:
     """The parts of optimizers on the stages, their gradients, and the trained parameters.
 
     Args:
-        connections: The workers.
-        layers: The layers on the workers.
         stages: Runs the steps.
         recorder: Records the spans of this process.
 
     Attributes:
-        layers: As given.
+        layers: The layers on the workers.
         hosted: The layers with a replica in this process, if there are any.
     """
 
-    def __init__(
-        self,
-        connections: Connections,
-        layers: RemoteLayers,
-        stages: RemoteStages,
-        recorder: Recorder,
-    ) -> None:
-        self.layers = layers
+    def __init__(self, stages: RemoteStages, recorder: Recorder) -> None:
+        self.layers = stages.layers
         self.hosted: HostedReplicas | None = None
-        self._connections, self._requests = connections, connections.requests
+        self._connections = self.layers.connections
+        self._requests = self._connections.requests
         self._stages = stages
         self._recorder = recorder
         self._is_applying = False
@@ -82,11 +74,10 @@ class RemoteOptimizers:
         self._stepping = ExitStack()
         # The class name of each optimizer, and the names of its parameters.
         self._optimized: dict[int, tuple[str, set[str]]] = {}
-        # The step of the latest exchange, its number, and the workers that know of it.
-        self._begun: tuple[int, int] | None = None
-        self._told: set[Member] = set()
-        stages.on_last_backward = self.reduce
-        stages.on_last_gradients = self._reduce_on
+
+    def begin_plan(self, hosted: HostedReplicas | None) -> None:
+        """Layers are where a plan has them, and perhaps some here too."""
+        self.hosted = hosted
 
     def build(
         self, optimizer: int, class_name: str, defaults: Mapping[str, Any], groups: Sequence[Group]
@@ -122,7 +113,7 @@ class RemoteOptimizers:
         self.add_up()
         if self.hosted is not None:
             self.hosted.follow_given()
-        step, self._applied = self._stages.present_step(), self._next_exchange()
+        step, self._applied = self._stages.present_step(), self._stages.next_exchange()
         make = partial(m.ApplyOptimizer, step, optimizer, values, self._applied)
         self._broadcast(make, *packer.tensors)
         self._stepping.close()
@@ -240,11 +231,9 @@ class RemoteOptimizers:
         """
         self._connections.settle()
         self.check_published()
-        if self.hosted is not None and self._stages.sums_due is None:
-            # Only this process may have run micro-batches.
-            self._stages.has_new_gradients |= self.hosted.has_given_gradients
-        self.reduce()
-        number, self._stages.sums_due = self._stages.sums_due, None
+        # Only this process may have run micro-batches.
+        has_more = self.hosted is not None and self.hosted.has_given_gradients
+        number = self._stages.take_sums_due(has_more)
         if self.hosted is not None and number is not None:
             self.hosted.add_gradients(number)
 
@@ -261,41 +250,6 @@ class RemoteOptimizers:
                 "`on_after_backward` or later; to leave a batch out, return None from "
                 "`training_step`, and do not leave out the backward."
             )
-
-    def reduce(self) -> None:
-        """Let replicas add up their gradients after all sent actions have run; does not wait for
-        it."""
-        if self._stages.has_new_gradients and self.layers.holdings.placement.has_replicas:
-            self._reduce_on(self._connections.workers)
-        self._stages.has_new_gradients = False
-        self._begun = None
-
-    def _reduce_on(self, workers: Collection[Member]) -> None:
-        """Let these replicas add up their gradients after all actions sent to them have run."""
-        if not workers:
-            return
-        number = self.open_exchange()
-        for worker in workers:
-            if worker not in self._told:
-                stamp = self._stages.stamp_of_all(worker)
-                self._connections.send(worker, m.ReduceGradients(number, **stamp))
-                self._told.add(worker)
-
-    def open_exchange(self) -> int:
-        """The number of the present step's exchange; the first call begins it, and `reduce` then
-        reports it to all workers."""
-        step = self._connections.step
-        if self._begun is None or self._begun[0] != step:
-            self._begun = step, self._next_exchange()
-            self._told.clear()
-            self._stages.has_new_gradients = True
-            if self.layers.holdings.placement.hosted is not None:
-                self._stages.sums_due = self._begun[1]
-        return self._begun[1]
-
-    def _next_exchange(self) -> int:
-        self._connections.num_exchanges += 1
-        return self._connections.num_exchanges
 
     def _broadcast(self, make: Callable[..., m.Message], *tensors: Tensor) -> None:
         """Send all workers a request, to run after the present progress of their stages."""
@@ -320,7 +274,7 @@ class RemoteOptimizers:
         neighbor, and could overtake this request.
         """
         self._connections.check_usable()
-        self._stages.norms_due.clear()
+        self._stages.note_zeroed()
         self._zero(names, set_to_none=set_to_none)
 
     def restore_zeros(self, names: Sequence[str]) -> None:

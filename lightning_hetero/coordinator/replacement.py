@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain
@@ -40,10 +40,8 @@ from ..pipeline.journal import MOST_IN_MEMORY_BYTES, FrameStore, Journal
 from ..protocol import messages as m
 from ..protocol.frames import Frame
 from ..recovery import Recovery, too_few
-from .connections import Connections
-from .layers import RemoteLayers
 from .lost_workers import MOST_LOSSES_IN_A_STEP, Loss, why_not_again
-from .member import Member
+from .member import Admit, Member
 from .requests import Answer
 from .roster import NEXT, Phase, Row, What
 from .run_part import Contents, RunPart, Sources
@@ -70,14 +68,12 @@ class _Before:
 
     Args:
         holdings: The tensors of each worker.
-        deployed: The request to build for each worker.
         journals: The messages to each worker since the latest snapshot.
         has_snapshot: Whether a snapshot of this state is whole.
     """
 
     holdings: Holdings
-    deployed: dict[Member, m.Deploy]
-    journals: Mapping[Member, Journal | None]
+    journals: dict[Member, Journal]
     has_snapshot: bool
 
 
@@ -87,36 +83,34 @@ class Replacements(RunPart):
     Args:
         settings: The user's wishes.
         folder: The place for files; a folder for this run is made in it.
-        connections: The workers.
-        layers: The layers on the workers.
-        stages: Runs the steps.
+        stages: Runs the steps of the layers on workers.
         observers: Read the losses, and the progress of replacements.
 
     Attributes:
         losses: All losses of the run, in their order.
+        journals: The messages to each worker since its latest snapshot.
 
     Raises:
         SaveError: If the folder cannot be written.
     """
 
     losses: list[Loss]
+    journals: dict[Member, Journal]
 
     def __init__(
         self,
         settings: Recovery,
         folder: Path,
-        connections: Connections,
-        layers: RemoteLayers,
         stages: RemoteStages,
         observers: Observers,
     ) -> None:
-        self.losses = []
+        self.losses, self.journals = [], {}
         self._settings = settings
+        self._layers, connections = stages.layers, stages.layers.connections
         self._connections, self._requests = connections, connections.requests
-        self._layers = layers
         self._stages = stages
         self._observers = observers
-        self._snapshots = Snapshots(settings, folder, connections, layers, stages)
+        self._snapshots = Snapshots(settings, folder, stages)
         self._files = self._snapshots.files
         self._takeovers = Takeovers(connections, self._need_of)
         self._store = FrameStore()
@@ -145,10 +139,11 @@ class Replacements(RunPart):
         self._store = FrameStore()
         for worker in self._connections.workers:
             self._kinds[worker] = kind_of(worker.equipment)
-            worker.journal = Journal(self._store, partial(self._stages.stamp, worker))
+            journal = Journal(self._store, partial(self._stages.stamp, worker))
+            self.journals[worker] = journal
             if not has_snapshot:
-                worker.journal.give_up(_MOVED)
-            worker.channel.keep = worker.journal.keep
+                journal.give_up(_MOVED)
+            worker.channel.keep_by(journal.keep)
         self._connections.broadcast(m.KeepSent(MOST_IN_MEMORY_BYTES))
 
     def connect_again(self, cause: WorkerLost, num_losses: int) -> None:
@@ -207,11 +202,10 @@ class Replacements(RunPart):
             has_snapshot = self._snapshots.is_taken_by(end_seconds)
             if not self._are_repeating:
                 break
-        workers, layers = self._connections.workers, self._layers
-        journals = {worker: worker.journal for worker in workers}
-        self._before = _Before(layers.holdings, {**layers.deployed}, journals, has_snapshot)
-        for worker in workers:
-            worker.journal = worker.channel.keep = None
+        self._before = _Before(self._layers.holdings, self.journals, has_snapshot)
+        for worker in self.journals:
+            worker.channel.keep_by(None)
+        self.journals = {}
         self._sent_bytes.clear()
 
     @property
@@ -311,16 +305,14 @@ class Replacements(RunPart):
         """Note that all workers get back their layers from before a move; see `_undo`."""
         connections = self._connections
         self._files.forget_sent()
-        self._layers.holdings, self._layers.deployed = before.holdings, before.deployed
+        self._layers.place(before.holdings)
+        self.journals = before.journals
         # A cut-off worker takes another session only after a Goodbye.
         also_lost = [
             each for each in before.journals if each is not worker and not self._are_there([each])
         ]
-        for each in connections.workers:
-            each.journal = before.journals.get(each)
-            self._loss[each] = self._loss_of(each, cause)
+        self._loss |= {each: self._loss_of(each, cause) for each in connections.workers}
         connections.note(What.UNDONE, names=[each.name for each in connections.workers])
-        connections.neighbors = before.holdings.placement.neighbors
         if worker is not None and worker in before.journals:
             self._note_lost(worker, cause)
         for each in also_lost:
@@ -386,7 +378,7 @@ class Replacements(RunPart):
         Raises:
             WorkerError: If this is not possible.
         """
-        if (obstacle := self._obstacle(worker.journal, worker.row)) is not None:
+        if (obstacle := self._obstacle(self.journals.get(worker), worker.row)) is not None:
             raise WorkerError(obstacle)
         loss = self._begin_loss(worker, cause)
         refusal = why_not_again(self.losses, worker, loss.step)
@@ -542,49 +534,22 @@ class Replacements(RunPart):
             ChannelError: If another worker is lost meanwhile.
         """
         absent: dict[Member, WorkerUnreachable] = {}
-        dial_again = self._connections.dial_again
         for worker in lost:
-            own_name = worker.row.own_name
             try:
                 # A joined worker may be another machine now.
-                self._seat(worker, own_name, partial(dial_again, worker, own_name))
+                self._seat(worker, worker.row.own_name)
             except WorkerUnreachable as error:
                 # Only this run starts a second process again.
                 if not (is_late or worker.row.is_beside):
                     raise
                 absent[worker] = error
         for worker, reason in absent.items():
-            if any(self._takes_over(each, worker) for each in self._connections.spares):
-                continue
-            try:
-                self._dial_beside(worker, lost)
-            except WorkerUnreachable as why_not:
-                raise WorkerUnreachable(f"{reason} {why_not}") from reason
-
-    def _dial_beside(self, worker: Member, lost: Collection[Member]) -> None:
-        """Dial a second process on a machine of the run in the place of a lost worker.
-
-        Raises:
-            WorkerUnreachable: If the machines cannot start a process, or lack the memory.
-            ChannelError: If another worker is lost meanwhile.
-        """
-        reasons: list[str] = []
-        for other, session in self._takeovers.opened(worker, lost, reasons):
-            place = str(other.address)
-            dial = partial(self._connections.dial_beside, worker, other, session)
-            try:
-                self._seat(worker, place, dial)
-            except WorkerUnreachable as error:
-                reasons.append(f"{place}: {error}")
-                continue
-            rank_zero_info(
-                f"{place} takes the place of {worker.name} beside its own layers, under its name "
-                "in the plan"
-            )
-            return
-        raise WorkerUnreachable(
-            " ".join(["No other machine of the run can take its layers beside its own.", *reasons])
-        )
+            reasons: list[str] = []
+            spares = ((name, None) for name in self._connections.spares)
+            places = chain(spares, self._takeovers.places(worker, lost, reasons))
+            if not any(self._takes_over(worker, *place, reasons) for place in places):
+                why_not = "No other machine of the run can take its layers beside its own."
+                raise WorkerUnreachable(" ".join([str(reason), why_not, *reasons])) from reason
 
     def _need_of(self, worker: Member) -> int:
         """The least bytes of a worker's layers."""
@@ -592,29 +557,33 @@ class Replacements(RunPart):
         parameters = chain.from_iterable(stage.spec(0).parameters for stage in stages)
         return needed_bytes(parameters, self._files.num_bytes(worker.number))
 
-    def _takes_over(self, spare: str, worker: Member) -> bool:
-        """Whether a spare takes the place of a lost worker."""
+    def _takes_over(
+        self, worker: Member, place: str, beside: Admit | None, reasons: list[str]
+    ) -> bool:
+        """Whether the process at a place takes the place of a lost worker; else why not."""
         try:
-            self._seat(worker, spare, partial(self._connections.dial_again, worker, spare))
+            self._seat(worker, place, beside)
         except WorkerUnreachable as error:
-            rank_zero_info(f"{spare} cannot take the place of {worker.name}: {error}")
+            rank_zero_info(f"{place} cannot take the place of {worker.name}: {error}")
+            reasons.append(f"{place}: {error}")
             return False
-        rank_zero_info(f"{spare} takes the place of {worker.name}, under its name in the plan")
+        how = "" if beside is None else " beside its own layers"
+        rank_zero_info(f"{place} takes the place of {worker.name}{how}, under its name in the plan")
         return True
 
-    def _seat(self, worker: Member, place: str, dial: Callable[[], None]) -> None:
+    def _seat(self, worker: Member, place: str, beside: Admit | None = None) -> None:
         """Dial a process in the place of a lost worker.
 
         Args:
             worker: The lost worker.
-            place: Where the process is, in words; the own name of a worker.
-            dial: Opens the session with it.
+            place: The own name of a worker, or where the second process is.
+            beside: Opens the session with a second process.
 
         Raises:
             WorkerUnreachable: If the process does not answer, or cannot hold the layers.
         """
         before, own_name = worker.equipment, worker.row.own_name
-        dial()
+        self._connections.dial_again(worker, place, beside)
         try:
             self._check_can_hold(worker)
         except WorkerError as error:
@@ -684,8 +653,8 @@ class Replacements(RunPart):
         """
         self._relink(lost)
         for worker in lost:
-            if worker.journal is not None:
-                self._repeat(worker, worker.journal)
+            if (journal := self.journals.get(worker)) is not None:
+                self._repeat(worker, journal)
         self._connections.forget_reports_of(lost)
         self._connections.note(What.RESTORED)
 
@@ -694,7 +663,7 @@ class Replacements(RunPart):
         channel = worker.channel
         for message, read in journal.repeat():
             channel.send_again(message, read)
-        channel.keep = journal.keep
+        channel.keep_by(journal.keep)
         self._requests.send_alone(worker, m.Wait(is_end=True, **self._stages.stamp(worker)))
 
     def _load(self, worker: Member) -> None:

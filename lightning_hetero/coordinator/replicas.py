@@ -26,7 +26,6 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from ..devices.copies import Copies
 from ..errors import ModelError, RemoteProtocolError, WorkerError
 from ..model.hollow import HollowLayers
 from ..model.state import Stamp
@@ -41,7 +40,7 @@ from ..protocol import messages as m
 from ..protocol.tensor_bytes import fingerprint_of, in_frames, sums_of_bits
 from ..transport.channel import send_copied
 from .connections import refuse_unasked
-from .layers import STEPS_BETWEEN_COMPARISONS, RemoteLayers
+from .layers import STEPS_BETWEEN_COMPARISONS
 from .member import Member
 
 if TYPE_CHECKING:
@@ -61,24 +60,22 @@ class ReplicaExchange:
     Stepped parameters of this process go to workers like any tensor changed here.
 
     Args:
-        remote: Knows the form and the owner of each tensor.
+        stages: Number the exchanges; their layers have the form and the owner of each tensor.
         names: The parameters of the layers in this process too.
-        copies: Copies tensors from the device.
         recorder: Takes a span for each message, and for the waits of this process.
     """
 
-    def __init__(
-        self, remote: RemoteLayers, names: Collection[str], copies: Copies, recorder: Recorder
-    ) -> None:
-        self._remote = remote
+    def __init__(self, stages: RemoteStages, names: Collection[str], recorder: Recorder) -> None:
+        self._remote = stages.layers
+        self._stages = stages
         self._names = {*names}
-        self._copies = copies
+        self._copies = stages.copies
         self._recorder = recorder
         self._parts: dict[_Part, dict[str, Tensor]] = {}
         self._whole: set[_Part] = set()
         # The latest complete exchange.
         self._latest = 0
-        remote.connections.tensor_asides[m.ReplicaTensors] = self._take_recorded
+        self._remote.connections.tensor_asides[m.ReplicaTensors] = self._take_recorded
 
     def detach(self) -> None:
         """Refuse further tensors."""
@@ -136,9 +133,9 @@ class ReplicaExchange:
         """
         part = message.content, message.round, worker
         is_known = message.round <= self._latest or part in self._whole
-        if worker.journal is not None and is_known:
+        if worker in self._remote.connections.part.journals and is_known:
             return  # the lost worker in whose place it is has sent so too
-        is_due = message.round <= self._remote.connections.num_exchanges
+        is_due = message.round <= self._stages.num_exchanges
         if message.content == "totals" or not is_due or part in self._whole:
             raise RemoteProtocolError(f"It sent {message.content} of exchange {message.round}.")
         if len(message.names) != len(tensors):
@@ -170,39 +167,30 @@ class HostedReplicas:
     """The layers of which this process is a replica. Implements `HostedLayers` for the driver.
 
     Args:
-        placement: Says which micro-batches run in this process; it must have a hosted stage.
         layers: The layers of the hosted stage by their numbers.
-        remote: Has deployed them.
         stages: Runs the steps of the stages on workers.
         recorder: Records the spans of this process.
         hollow: The hollow layers with these among them.
-        open_exchange: Returns the number of the present step's exchange, and begins it if needed.
 
     Attributes:
-        placement: As given; other shares may take its place between two steps.
         names_of: The name of each parameter on the workers.
         given: The parameters owned and stepped by workers.
     """
 
     def __init__(
         self,
-        placement: Placement,
         layers: Mapping[int, nn.Module],
-        remote: RemoteLayers,
         stages: RemoteStages,
         recorder: Recorder,
         hollow: HollowLayers,
-        open_exchange: Callable[[], int],
     ) -> None:
         self.note_tokens = stages.note_tokens
-        self.placement = placement
-        self._number = next(s.number for s in placement.stages if s.is_hosted)
         self._layers = layers
-        self._remote = remote
+        self._remote = remote = stages.layers
+        self._number = next(s.number for s in self.placement.stages if s.is_hosted)
         self._hollow = hollow
         self._copies = stages.copies
         self._stages = stages
-        self._open_exchange = open_exchange
         self._held = _held_tensors(layers)
         found = self._present()
         self.names_of: Mapping[Tensor, str] = {
@@ -211,7 +199,7 @@ class HostedReplicas:
         self._is_split = remote.holdings.stages[self._number].is_split
         owned = remote.holdings.owner_of
         self.given = {tensor: name for tensor, name in self.names_of.items() if name in owned}
-        self._exchange = ReplicaExchange(remote, self.names_of.values(), self._copies, recorder)
+        self._exchange = ReplicaExchange(stages, self.names_of.values(), recorder)
         self._sent = self._states()
         # The gradients gone to owners in this step, and the gradients left here within an
         # accumulation window.
@@ -222,8 +210,15 @@ class HostedReplicas:
         # The names of tensors possibly changed without a trace since they were sent.
         self._stale: set[str] = set()
         self._was_in_turn: bool | None = None
+        # Whether an optimizer steps after the present batch.
+        self._is_before_step = False
         # The optimizer steps since weights were compared.
         self._num_steps = 0
+
+    @property
+    def placement(self) -> Placement:
+        """Says which micro-batches run in this process."""
+        return self._remote.holdings.placement
 
     @property
     def processes(self) -> tuple[str, ...]:
@@ -411,11 +406,12 @@ class HostedReplicas:
                 )
 
     @contextmanager
-    def step(self, accumulates: bool) -> Iterator[None]:
+    def step(self, accumulates: bool, is_before_step: bool) -> Iterator[None]:
         """Inside, a batch's micro-batches run.
 
         Args:
             accumulates: Whether they add to the present gradients.
+            is_before_step: Whether an optimizer steps after the batch.
 
         Raises:
             ModelError: If a parameter of the layers has a hook, if the present gradients were
@@ -424,6 +420,7 @@ class HostedReplicas:
         """
         if accumulates:
             self._check_gradients()
+        self._is_before_step = is_before_step
         self._left.clear()
         self._note_other_bits()
         before = self._states()
@@ -466,7 +463,7 @@ class HostedReplicas:
             found = [sums[process][name] for process in self.processes if name in sums[process]]
             on_device = [gradient.to(parameter.device) for gradient in found]
             parameter.grad = reduce(Tensor.add_, on_device) if found else None
-        if not self._stages.is_before_step:  # somebody looks at gradients within a window
+        if not self._is_before_step:  # somebody looks at gradients within a window
             self.note_gradients()
         # Not before: with a part of the parameters a worker waits for the gradients from here.
         if self._num_steps >= STEPS_BETWEEN_COMPARISONS and self._sent == self._states():
@@ -477,10 +474,10 @@ class HostedReplicas:
     def sending_early(self) -> Iterator[None]:
         """Inside, the last backward of a step through the layers runs. The workers' gradients go to
         them layer by layer, if an optimizer steps after the batch."""
-        if not self._stages.is_before_step or not self.given:
+        if not self._is_before_step or not self.given:
             yield
             return
-        send = partial(self._send_early, self._open_exchange())
+        send = partial(self._send_early, self._stages.open_exchange())
         with leaving_by_layer(((name, p) for p, name in self.given.items()), send):
             yield
 

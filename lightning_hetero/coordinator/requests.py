@@ -75,6 +75,10 @@ class Answer:
         """Wait for the last message, of this class; see `Requests.parts`."""
         return [message for _, message, _ in self.requests.parts([self], kind)][-1]
 
+    def drop(self) -> None:
+        """Await it no longer."""
+        self.is_dropped = True
+
     def alone(self, kind: type[Wanted]) -> Wanted:
         """`result`, with all other messages heard later; see `Connections.await_alone`."""
         self.requests.connections.await_alone(self)
@@ -169,7 +173,7 @@ class Requests:
         for worker in self.connections.workers:
             with suppress(LocalProtocolError):
                 self._ends[worker] = self.send_alone(worker, m.FetchTensors([]))
-                self._ends[worker].is_dropped = True
+                self._ends[worker].drop()
 
     def forget(self, worker: Member, but: Collection[int] = ()) -> None:
         """Close the requests to a worker after the end of its process, except these numbers: the
@@ -213,7 +217,7 @@ class Requests:
                         raise
         finally:
             for answer in answers:
-                answer.is_dropped = True
+                answer.drop()
                 answer.arrived.clear()
         for answer in answers:
             if answer.error is not None:

@@ -1,11 +1,12 @@
 """The seam of recovery: the coordinator calls these methods at each turn of a run.
 
-The core has one such object, with empty methods; `Coordinator.replace_lost_by` takes another.
+The core has one such object, with empty methods; `Connections.replace_lost_by` takes another.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
@@ -14,6 +15,7 @@ from ..errors import HeteroError, WorkerLost
 from ..model.stored import State
 
 if TYPE_CHECKING:
+    from ..pipeline.journal import Journal
     from .member import Member
 
 # The source of a worker's tensor: a worker, maybe itself, or None for this process.
@@ -27,9 +29,11 @@ class RunPart:
 
     Attributes:
         losses: All losses of the run, in their order; None without recovery.
+        journals: The messages to each worker since its latest snapshot, if they are kept.
     """
 
     losses: Sequence[Any] | None = None
+    journals: Mapping[Member, Journal] = MappingProxyType({})
 
     def begin(self, _sources: Sources, _rounded: Collection[str]) -> None:
         """The workers have their layers, before the next step.

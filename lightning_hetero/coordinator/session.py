@@ -100,14 +100,14 @@ class Coordinator:
         self.connections = Connections(
             names, source, deadlines, identity.equipment, copies.receive_pool
         )
-        self.neighbors = RemoteNeighbors(self.connections)
         self.recorder = Recorder(device)
         self._has_served = False
         self.observers = observers or Observers()
         recorder = self.recorder
         self.layers = RemoteLayers(self.connections, self.observers)
-        self.stages = RemoteStages(self.connections, self.layers, recorder, copies)
-        self.optimizers = RemoteOptimizers(self.connections, self.layers, self.stages, recorder)
+        self.stages = RemoteStages(self.layers, recorder, copies)
+        self.neighbors = RemoteNeighbors(self.stages)
+        self.optimizers = RemoteOptimizers(self.stages, recorder)
 
     def serve(self, names: Sequence[str], narrowings: Sequence[Narrowing] = ()) -> None:
         """Prepare for a plan.
@@ -122,17 +122,12 @@ class Coordinator:
         if not self._has_served:
             self.connections.keep(names)
         self._has_served = True
-        self.stages.norms_due.clear()
-        self.stages.narrowings = narrowings
+        self.stages.begin_plan(narrowings)
 
     @property
     def replacements(self) -> RunPart:
         """The part for replacing lost workers, if there is one."""
         return self.connections.part
-
-    def replace_lost_by(self, part: RunPart) -> None:
-        """Put other workers in the place of lost ones; call it before layers are sent."""
-        self.connections.part = part
 
     def close(self) -> None:
         """End all conversations in good order. May be called twice."""

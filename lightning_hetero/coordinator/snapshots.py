@@ -44,8 +44,6 @@ from ..written_blocks import WrittenBlock, read_blocks, write_blocks
 from .run_part import Contents, Sources
 
 if TYPE_CHECKING:
-    from .connections import Connections
-    from .layers import RemoteLayers
     from .member import Member
     from .steps import RemoteStages
 
@@ -254,8 +252,6 @@ class Snapshots:
     Args:
         settings: The user's wishes.
         folder: The place for files; a folder for this run is made in it.
-        connections: The workers.
-        layers: The layers on the workers.
         stages: Runs the steps.
 
     Attributes:
@@ -271,16 +267,14 @@ class Snapshots:
         self,
         settings: Recovery,
         folder: Path,
-        connections: Connections,
-        layers: RemoteLayers,
         stages: RemoteStages,
     ) -> None:
         self.files = SnapshotFiles(folder / f"run-{secrets.token_hex(4)}")
         self.step = 0
         self.has_moved = False
         self._settings = settings
+        self._layers, connections = stages.layers, stages.layers.connections
         self._connections = connections
-        self._layers = layers
         self._stages = stages
         self._number = self._whole_number = 0
         self._latest_seconds = time.monotonic()
@@ -301,8 +295,7 @@ class Snapshots:
             with_gradients: Whether the step adds to present gradients.
         """
         self._use_if_whole()
-        workers = self._connections.workers
-        journals = [worker.journal for worker in workers if worker.journal is not None]
+        journals = self._journals
         is_full = kept_bytes > self._settings.log_gib * 2**30
         seconds = time.monotonic() - self._latest_seconds
         is_due = is_full or seconds >= self._settings.every_seconds
@@ -316,6 +309,10 @@ class Snapshots:
         if not has_caches:
             self._take(with_gradients)
 
+    @property
+    def _journals(self) -> Collection[Journal]:
+        return self._connections.part.journals.values()
+
     def _give_up(self, journals: Collection[Journal], cause: str) -> None:
         """Stop keeping messages, here and on the workers, until a snapshot is whole."""
         for journal in journals:
@@ -324,7 +321,7 @@ class Snapshots:
                 "`Recovery`)."
             )
         connections = self._connections
-        connections.broadcast(m.ForgetSent(connections.step, connections.num_exchanges))
+        connections.broadcast(m.ForgetSent(connections.step, self._stages.num_exchanges))
 
     def _take(self, with_gradients: bool) -> None:
         connections = self._connections
@@ -336,10 +333,10 @@ class Snapshots:
             connections.requests.send(worker, request)
             # A snapshot does not hold the worker's constants.
             worker.forget_constants()
-            if worker.journal is not None:
-                worker.journal.mark()
+            if (journal := connections.part.journals.get(worker)) is not None:
+                journal.mark()
         self._coming = _Snapshot(
-            self._number, connections.step, connections.num_exchanges, {*connections.workers}
+            self._number, connections.step, self._stages.num_exchanges, {*connections.workers}
         )
 
     # around a move
@@ -348,8 +345,8 @@ class Snapshots:
         """Take a snapshot before a move, and wait for it until a moment at most; returns whether it
         is whole by then."""
         self.forget_coming()
-        workers, number = self._connections.workers, self._number + 1
-        if any(worker.journal is None or worker.journal.has_caches for worker in workers):
+        number = self._number + 1
+        if not self._journals or any(journal.has_caches for journal in self._journals):
             return False
         self._take(with_gradients=False)
         while (coming := self._coming) is not None and time.monotonic() < end_seconds:
@@ -392,8 +389,8 @@ class Snapshots:
             if unknown := {*message.names}.difference(*(stage.names for stage in stages)):
                 raise RemoteProtocolError(f"It has no tensors {sorted(unknown)[:5]} to tell of.")
         coming.names[worker.number] = message.names
-        if worker.journal is not None:
-            worker.journal.note_begun()
+        if (journal := self._connections.part.journals.get(worker)) is not None:
+            journal.note_begun()
 
     def _take_piece(
         self, worker: Member, message: m.SnapshotPart, tensors: Sequence[Tensor]
@@ -443,9 +440,8 @@ class Snapshots:
         self._is_unwritten = False
         self.step, self._whole_number, self._untold = coming.step, coming.number, {}
         self.files.note_whole(coming.number, coming.names)
-        for worker in self._connections.workers:
-            if worker.journal is not None:
-                worker.journal.cut()
+        for journal in self._journals:
+            journal.cut()
         self._connections.broadcast(m.ForgetSent(coming.step, coming.exchange))
         if self.has_moved:
             self.has_moved = False
@@ -470,9 +466,8 @@ class Snapshots:
 
     def _forget(self) -> None:
         self.files.drop_unused()
-        for worker in self._connections.workers:
-            if worker.journal is not None:
-                worker.journal.unmark()
+        for journal in self._journals:
+            journal.unmark()
 
 
 def _claimed(folder: Path) -> BinaryIO:

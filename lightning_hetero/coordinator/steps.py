@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections import Counter
 from collections.abc import Callable, Collection, Container, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING
@@ -33,7 +33,6 @@ from ..protocol.frames import Content, Frame, encode_frame
 from ..protocol.values import Digests, Packer
 from ..transport.channel import send_copied
 from .answer_checks import DueAnswers, check_narrowed
-from .connections import Connections
 from .member import Member
 
 if TYPE_CHECKING:
@@ -101,58 +100,69 @@ class RemoteStages:
     Not thread-safe: only the thread with the turn may use it.
 
     Args:
-        connections: The workers.
         layers: The layers on the workers.
         recorder: Records the spans of this process.
         copies: Copies tensors from and to the device of this process's computation.
 
     Attributes:
+        layers: As given.
         copies: As given.
-        narrowings: The rounding at each boundary: from this process to the first stage, between the
-            stages, and back to this process; empty without rounding.
         num_tokens: Positions of hidden states sent into the stages for training.
-        dropout_step: The number of the present batch for dropout masks, without trials.
+        dropout_step: The number of the present batch for dropout masks.
+        first_microbatch: The number of the first micro-batch of the present batch in the step.
+        in_flight: The most micro-batches in flight in the present step.
+        ways: By micro-batch and visit of the present step, the worker of each stage on its way.
         norms_due: For each worker with gradients from here, in this step or in the accumulated ones
             before, the trained parameters of its stage.
-        has_new_gradients: Whether gradients have been sent since the latest sums of replicas.
-        sums_due: The exchange with sums from workers to this process, if there is one.
+        num_exchanges: The number of requested exchanges of replicas.
         awaits_backward: Whether the backward of the latest loss is still to run; it publishes the
             gradients here.
-        is_before_step: Whether an optimizer steps after the present batch.
-        on_backward: Called before gradients are sent.
-        on_last_backward: Called, before an optimizer's step, when all gradients of such a batch
-            have been sent.
-        on_last_gradients: Called, before an optimizer's step, with the workers for which the next
-            gradients of such a batch are the last.
     """
 
-    def __init__(
-        self, connections: Connections, layers: RemoteLayers, recorder: Recorder, copies: Copies
-    ) -> None:
+    def __init__(self, layers: RemoteLayers, recorder: Recorder, copies: Copies) -> None:
+        self.layers = layers
         self.copies = copies
-        self.narrowings: Sequence[Narrowing] = ()
         self.num_tokens = 0
         self.dropout_step = 0
+        self.first_microbatch = 0
+        self.in_flight = 1
+        self.ways: dict[Key, dict[int, Member]] = {}
         self.norms_due: dict[Member, set[str]] = {}
-        self.has_new_gradients = False
-        self.sums_due: int | None = None
+        self.num_exchanges = 0
         self.awaits_backward = False
-        self.is_before_step = False
-        self.on_backward: Callable[[], None] = lambda: None
-        self.on_last_backward: Callable[[], None] = lambda: None
-        self.on_last_gradients: Callable[[Collection[Member]], None] = lambda _workers: None
-        self._connections = connections
-        self._layers = layers
+        # Called before gradients are sent.
+        self._on_backward: Callable[[], None] = lambda: None
+        self._narrowings: Sequence[Narrowing] = ()
+        # Whether gradients have been sent since the latest sums of replicas.
+        self._has_new_gradients = False
+        # The exchange with sums from workers to this process, if there is one.
+        self._sums_due: int | None = None
+        # The exchange begun in the present step, and the workers that know of it.
+        self._begun: int | None = None
+        self._told: set[Member] = set()
+        self._connections = layers.connections
         self._recorder = recorder
         self._due = DueAnswers()
         self._timings: list[tuple[str, m.Timings]] = []
         self._counts = _Counts()
-        connections.asides[m.Timings] = self._on_timings
+        layers.connections.asides[m.Timings] = self._on_timings
+
+    def begin_plan(self, narrowings: Sequence[Narrowing]) -> None:
+        """Begin a plan, without gradients.
+
+        Args:
+            narrowings: The rounding at each boundary: from this process to the first stage, between
+                the stages, and back to this process; empty without rounding.
+        """
+        self.norms_due.clear()
+        self._narrowings = narrowings
 
     def begin_step(
         self,
         max_in_flight: int,
         accumulate: bool,
+        dropout_step: int | None = None,
+        *,
         is_trial: bool = False,
         first_microbatch: int = 0,
         forwards_first: bool = False,
@@ -162,6 +172,8 @@ class RemoteStages:
         Args:
             max_in_flight: The most micro-batches in flight on a stage.
             accumulate: Whether the step adds to the present gradients.
+            dropout_step: The number of its batch for dropout masks; None counts on, except in a
+                trial.
             is_trial: Whether it leaves no trace.
             first_microbatch: The number of its first micro-batch.
             forwards_first: Whether workers run forwards before backwards.
@@ -177,38 +189,35 @@ class RemoteStages:
         keeps_gradients = accumulate or is_trial
         connections.part.before_step(keeps_gradients)
         self.copies.keep_for(max_in_flight)
-        connections.step += 1
-        connections.first_microbatch = first_microbatch
-        connections.in_flight = max_in_flight
-        self.dropout_step += not is_trial
+        step = connections.begin_step()
+        self.first_microbatch, self.in_flight = first_microbatch, max_in_flight
+        counted = self.dropout_step + (not is_trial)
+        self.dropout_step = counted if dropout_step is None else dropout_step
         self._recorder.begin_step()
         self._due.begin_step()
+        self._begun = None
         if not keeps_gradients:
-            self.norms_due.clear()
-            self.has_new_gradients, self.sums_due = False, None
-        begin = partial(
-            m.BeginStep, connections.step, max_in_flight, keeps_gradients, forwards_first
-        )
+            self._forget_gradients()
+        begin = partial(m.BeginStep, step, max_in_flight, keeps_gradients, forwards_first)
         stamps = [(worker, self.stamp(worker)) for worker in connections.members]
-        self._counts, connections.ways = _Counts(), {}
+        self._counts, self.ways = _Counts(), {}
         # An idle worker counts the steps too, since it may get layers before a later step.
         for worker, stamp in stamps:
             connections.send(worker, begin(**stamp))
 
-    def next_batch(self, first_microbatch: int) -> None:
-        """Let the micro-batches of another batch, from this number on, go on with the step.
+    def next_batch(self, first_microbatch: int, dropout_step: int) -> None:
+        """Let the micro-batches of another batch go on with the step; see `begin_step`.
 
         Raises:
             WorkerError: If a worker, or a link between two workers, was lost before.
         """
         self._connections.check_linked()
         self._counts.end_batch()
-        self._connections.first_microbatch = first_microbatch
-        self.dropout_step += 1
+        self.first_microbatch, self.dropout_step = first_microbatch, dropout_step
 
     def _check_nobody_waits(self) -> None:
-        hosted = self._layers.holdings.placement.hosted
-        if self.sums_due is not None and hosted is not None and hosted.is_split:
+        hosted = self.layers.holdings.placement.hosted
+        if self._sums_due is not None and hosted is not None and hosted.is_split:
             raise ModelError(
                 "Layers on workers were called behind `training_step` and before the backward of "
                 "its loss, where the workers of a stage with `optimizer: split` wait for the "
@@ -241,17 +250,41 @@ class RemoteStages:
 
     def abort_step(self) -> None:
         """Make every stage forget the present step; never raises."""
-        self.norms_due.clear()
-        self.has_new_gradients, self.sums_due = False, None
+        self._forget_gradients()
         self.awaits_backward = False
         # Micro-batches under way may still come back, so their ways stay known.
         self._counts = _Counts()
         self._connections.give_up_step()
         if self._connections.step > 0:
-            with contextlib.suppress(HeteroError):
-                step, exchanges = self._connections.step, self._connections.num_exchanges
-                self._connections.broadcast(m.AbortStep(step, exchanges))
+            with suppress(HeteroError):
+                step = self._connections.step
+                self._connections.broadcast(m.AbortStep(step, self.num_exchanges))
             self._connections.requests.give_up_step()
+
+    def _forget_gradients(self) -> None:
+        self.norms_due.clear()
+        self._has_new_gradients, self._sums_due = False, None
+
+    @contextmanager
+    def calling_before_backwards(self, on_backward: Callable[[], None]) -> Iterator[None]:
+        """Inside, the function is called before gradients are sent."""
+        before, self._on_backward = self._on_backward, on_backward
+        try:
+            yield
+        finally:
+            self._on_backward = before
+
+    def await_backward(self) -> None:
+        """The backward of a loss comes next, and publishes the gradients."""
+        self.awaits_backward = True
+
+    def note_published(self) -> None:
+        """The backward of the latest loss has published the gradients."""
+        self.awaits_backward = False
+
+    def note_zeroed(self) -> None:
+        """Gradients on workers were dropped; no norms are due."""
+        self.norms_due.clear()
 
     def drop_caches(self, numbers: Sequence[int]) -> None:
         """Let every stage forget key-value caches."""
@@ -278,9 +311,9 @@ class RemoteStages:
     def _send_forward(
         self, key: Key, hidden: Tensor, surroundings: Surroundings, is_whole: bool
     ) -> None:
-        holdings, step = self._layers.holdings, self._connections.step
-        first = self._connections.first_microbatch
-        surroundings = replace(surroundings, batch=BatchNumbers(self.dropout_step, first))
+        holdings, step = self.layers.holdings, self._connections.step
+        batch = BatchNumbers(self.dropout_step, self.first_microbatch)
+        surroundings = replace(surroundings, batch=batch)
         # Where the module has several lists of layers, a visit passes the stages of one.
         called = {call.layer_index for call in surroundings.calls}
         way = {
@@ -290,7 +323,7 @@ class RemoteStages:
         }
         entering = Request(hidden, surroundings).entering
         self._due.note_forward(key, entering, surroundings)
-        self._connections.ways[key] = way
+        self.ways[key] = way
         arguments = OutgoingArguments(step, key, surroundings, self.copies)
         for leg, worker in self._counts.legs(key, way):
             arguments.send(worker, leg, holdings.stages[leg.stage].layers)
@@ -304,13 +337,13 @@ class RemoteStages:
         self, key: Key, gradients: Gradients, unsent: Collection[int] | None = None
     ) -> None:
         """Send the gradients of a returned activation to the last stage."""
-        self.on_backward()
+        self._on_backward()
         self._due.note_backward(key)
-        self.has_new_gradients = True
-        way = self._connections.ways[key]
+        self._has_new_gradients = True
+        way = self.ways[key]
         last = max(way)
         if way[last] not in self.norms_due and any(g is not None for g in gradients.tensors):
-            holdings = self._layers.holdings
+            holdings = self.layers.holdings
             self.norms_due[way[last]] = {
                 name
                 for name, each in holdings.of_stage(last).items()
@@ -320,27 +353,64 @@ class RemoteStages:
             dtype = self._narrowing_at(last).gradient_dtype
             ordered = replace(gradients, places=self._counts.places(way))
             content = encode_gradients(self._connections.step, key, ordered, dtype, stage=last)
-            if self.is_before_step and unsent is not None:
+            if unsent is not None:
                 # Before these gradients: their backward begins as soon as they come.
-                self.on_last_gradients(self._finished(way.values(), unsent))
+                self._reduce_on(self._finished(way.values(), unsent))
             send_copied(way[last].channel, content, self.copies)
 
     def _finished(self, workers: Iterable[Member], unsent: Collection[int]) -> list[Member]:
         """The workers without any of these micro-batches on their way."""
-        holdings = self._layers.holdings
+        holdings = self.layers.holdings
         if not holdings.placement.has_replicas:
             return []
         ways = [holdings.way(index, is_whole=False).values() for index in unsent]
         return [worker for worker in workers if not any(worker in way for way in ways)]
 
-    def note_last_backward(self) -> None:
-        """All gradients of the step have been sent."""
-        if self.is_before_step:
-            self.on_last_backward()
+    def reduce(self) -> None:
+        """Let replicas add up their gradients after all sent actions have run; does not wait for
+        it."""
+        if self._has_new_gradients and self.layers.holdings.placement.has_replicas:
+            self._reduce_on(self._connections.workers)
+        self._has_new_gradients, self._begun = False, None
+
+    def take_sums_due(self, has_more: bool) -> int | None:
+        """The exchange with sums from workers to this process, if there is one. It begins now if
+        there are new gradients, or if this process ``has_more``."""
+        self._has_new_gradients |= self._sums_due is None and has_more
+        self.reduce()
+        number, self._sums_due = self._sums_due, None
+        return number
+
+    def _reduce_on(self, workers: Collection[Member]) -> None:
+        """Let these replicas add up their gradients after all actions sent to them have run."""
+        if not workers:
+            return
+        number = self.open_exchange()
+        for worker in workers:
+            if worker not in self._told:
+                message = m.ReduceGradients(number, **self.stamp_of_all(worker))
+                self._connections.send(worker, message)
+                self._told.add(worker)
+
+    def open_exchange(self) -> int:
+        """The number of the present step's exchange; the first call begins it, and `reduce` then
+        reports it to all workers."""
+        if self._begun is None:
+            self._begun = self.next_exchange()
+            self._told.clear()
+            self._has_new_gradients = True
+            if self.layers.holdings.placement.hosted is not None:
+                self._sums_due = self._begun
+        return self._begun
+
+    def next_exchange(self) -> int:
+        """The number of a new exchange."""
+        self.num_exchanges += 1
+        return self.num_exchanges
 
     def _narrowing_at(self, boundary: int) -> Narrowing:
         """The rounding after a stage; 0 is the boundary after this process's first layers."""
-        return self.narrowings[boundary] if self.narrowings else Narrowing()
+        return self._narrowings[boundary] if self._narrowings else Narrowing()
 
     def receive(self) -> Returned:
         """Wait for the next activation or gradients of the present step."""
@@ -361,7 +431,7 @@ class RemoteStages:
 
     def _returned(self, worker: Member, frame: Frame) -> Returned | None:
         """The content of a stage's result; None for a leftover of an aborted step."""
-        message, connections, holdings = frame.message, self._connections, self._layers.holdings
+        message, connections, holdings = frame.message, self._connections, self.layers.holdings
         if message.step != connections.step:
             return None
         with connections.blaming(worker):
@@ -386,7 +456,7 @@ class RemoteStages:
     def _way_from(self, message: m.Activation | m.Gradient, sender: Member) -> dict[int, Member]:
         """The way of a returned micro-batch; refuses results not from the stage at its end, and
         other rounding than the plan's."""
-        kind, way = type(message).__name__, self._connections.ways.get(message.key)
+        kind, way = type(message).__name__, self.ways.get(message.key)
         if way is None:
             raise RemoteProtocolError(
                 f"Nobody waits for its {kind} of micro-batch {message.microbatch}, visit "
@@ -394,7 +464,7 @@ class RemoteStages:
             )
         is_forward = isinstance(message, m.Activation)
         stage = max(way) if is_forward else min(way)
-        narrowing, expected = self._layers.holdings.stages[stage].narrowing, way[stage]
+        narrowing, expected = self.layers.holdings.stages[stage].narrowing, way[stage]
         if sender is not expected or message.stage != COORDINATOR_STAGE:
             raise RemoteProtocolError(
                 f"{kind} should come from stage {stage}, which {expected.name} "

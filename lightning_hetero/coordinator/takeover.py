@@ -7,12 +7,14 @@ OpenSession ──▶ the machine starts a second process; it takes one session 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from functools import partial
 from typing import TypeVar
 
+from ..errors import WorkerUnreachable
 from ..protocol import messages as m
 from ..units import in_bytes
 from .connections import Connections
-from .member import Member
+from .member import Admit, Admitted, Member
 
 # Without a snapshot the optimizer's state is unknown; Adam keeps two tensors for each parameter.
 _STATES_EACH = 2
@@ -63,18 +65,15 @@ class Takeovers:
         self._connections, self._requests = connections, connections.requests
         self._need_of = need_of
 
-    def opened(
+    def places(
         self, worker: Member, lost: Collection[Member], reasons: list[str]
-    ) -> Iterator[tuple[Member, str]]:
-        """Open sessions for a lost worker beside others, one by one, until one serves.
+    ) -> Iterator[tuple[str, Admit]]:
+        """The machines with room for a lost worker's layers, each with its way to open a session.
 
         Args:
             worker: The lost worker.
             lost: All lost workers; their replacements so far are about to get their own layers.
             reasons: Gets a sentence for each unfit machine.
-
-        Yields:
-            The worker on the machine of a waiting second process, and the name of its session.
 
         Raises:
             ChannelError: If another worker is lost meanwhile.
@@ -88,13 +87,19 @@ class Takeovers:
                     f"layers take {in_bytes(needed)} at least."
                 )
         for other, free_bytes in those_that_fit(offers, needed):
-            session = self._connections.new_session_name()
-            asked = self._requests.send_alone(other, m.OpenSession(session, free_bytes))
-            answer = asked.alone(m.SessionOpened)
-            if answer.reason:
-                reasons.append(f"{other.address}: {answer.reason}")
-            else:
-                yield other, session
+            yield str(other.address), partial(self._admit, other, free_bytes)
+
+    def _admit(self, other: Member, free_bytes: int, session: str) -> Admitted:
+        """Open a session with a second process beside a worker.
+
+        Raises:
+            WorkerUnreachable: If the machine starts none, or it does not answer.
+            ChannelError: If the worker is lost meanwhile.
+        """
+        asked = self._requests.send_alone(other, m.OpenSession(session, free_bytes))
+        if reason := asked.alone(m.SessionOpened).reason:
+            raise WorkerUnreachable(reason)
+        return *self._connections.source.admit_beside(other.address, session), other.address
 
     def _offers(
         self, worker: Member, lost: Collection[Member], reasons: list[str]

@@ -182,4 +182,4 @@ def send_all(
                     load.take()
     finally:
         for answer in chain.from_iterable(load.answers for load in left):
-            answer.is_dropped = True  # an error has ended the transfer, and others may follow
+            answer.drop()  # an error has ended the transfer, and others may follow

@@ -45,7 +45,6 @@ from ..pipeline.twin import (
     trained_names,
 )
 from ..protocol.tensor_bytes import DTYPES
-from .layers import RemoteLayers
 from .member import Member
 from .parts import NoTwins
 
@@ -104,7 +103,6 @@ class Twins(NoTwins):
     Args:
         layers: The layers on workers by their numbers, hollow when they are compared.
         kept: The numbers of the layers with their weights here.
-        remote: Fetches the tensors of the others.
         stages: Runs them on the workers.
         seed: Start of all random numbers of the run.
         mode: The answer to a difference.
@@ -116,7 +114,6 @@ class Twins(NoTwins):
         self,
         layers: Mapping[int, nn.Module],
         kept: Collection[int],
-        remote: RemoteLayers,
         stages: RemoteStages,
         seed: int,
         mode: CheckFirstBatch,
@@ -124,7 +121,7 @@ class Twins(NoTwins):
     ) -> None:
         self._layers = layers
         self._kept = frozenset(kept)
-        self._remote = remote
+        self._remote = stages.layers
         self._stages = stages
         self._seed_of_run = seed
         self._mode = mode
@@ -324,7 +321,7 @@ class Twins(NoTwins):
 
     def _seed(self, hand_over: _HandOver, number: int, draws: int) -> None:
         """Seed the random numbers of the worker's layer, or others."""
-        key, first = hand_over.key, self._remote.connections.first_microbatch
+        key, first = hand_over.key, self._stages.first_microbatch
         visit = key.visit % FIRST_TRIAL if hand_over.keeps_modes else key.visit
         place = self._stages.dropout_step, number, key.microbatch - first, visit + draws
         seed_action(self._seed_of_run, *place)

@@ -239,6 +239,7 @@ class Holdings:
         tensors: How the workers hold each tensor, by its name.
         owner_of: For each sent tensor, the worker that answers for it.
         placement: The holders of each stage.
+        are_moving: Whether tensors are on their way between any two workers.
     """
 
     stages: Mapping[int, RemoteStage] = field(default_factory=dict)
@@ -246,6 +247,7 @@ class Holdings:
     tensors: Mapping[str, HeldTensor] = field(default_factory=dict)
     owner_of: Mapping[str, Member] = field(default_factory=dict)
     placement: Placement = Placement(())
+    are_moving: bool = False
 
     @cached_property
     def layers(self) -> dict[int, nn.Module]:
@@ -266,6 +268,10 @@ class Holdings:
         """The worker of each stage on a micro-batch's way; see `Placement.route`."""
         route = self.placement.route(microbatch, is_whole)
         return {number: self.members[name] for number, name in route}
+
+    def exchange(self, one: Member, other: Member) -> bool:
+        """Whether two workers exchange messages."""
+        return self.are_moving or {one.name, other.name} in self.placement.neighbors
 
     def steps_alike(self, number: int) -> bool:
         """Whether several workers hold a stage, and each of them steps all of its parameters."""

@@ -115,7 +115,7 @@ class CheckedSteps:
         may_check = is_free and (kept is not None or len(cut.microbatches) > 1)
         is_due = schedule.begin_batch(may_check, kept is not None) and not checks.are_over
         stages, plan = self._deployment.coordinator.stages, self._deployment.plan
-        begin = partial(stages.begin_step, plan.max_in_flight, accumulates)
+        begin = partial(stages.begin_step, plan.max_in_flight, accumulates, step)
         begin_again = partial(begin, is_trial=True)
         trial = Trial(self._module, self._deployment, rest, step, begin_again)
         twins = TwinCheck(trial)
@@ -126,7 +126,6 @@ class CheckedSteps:
         begin(is_trial=not is_first)
         twins.run(wanted, cut, is_first=is_first)
         if not is_due:
-            stages.dropout_step = step - (not is_first)
             return is_first
         batch = checked = cut.to_check
         if kept is not None:
@@ -136,10 +135,8 @@ class CheckedSteps:
             self._check_first(checks, checked, replace(trial, rest=rest))
         if len(cut.microbatches) > 1:
             if not checks.is_first:
-                stages.dropout_step = step
                 begin_again()
             self._interleaving.run_alone(checks, cut, trial)
-            stages.dropout_step = step - (not checks.is_first)
         if len(batch.microbatches) > 1:
             away = self._deployment.modules_away
             self._changes = StepChanges(self._module, away, batch.num_samples)

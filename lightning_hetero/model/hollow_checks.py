@@ -118,6 +118,14 @@ class HeldLayers:
         self.take_changes()
         self._called = set()
 
+    def note_unsent(self, changes: Iterable[Change]) -> None:
+        """Note changes of attributes that no worker knows."""
+        self.unsent += changes
+
+    def note_sent(self) -> None:
+        """All changes of attributes so far were sent."""
+        self.unsent.clear()
+
     def take_changes(self) -> None:
         """Note changes of attributes as unsent: they stay so after an error, since a check may
         catch it.
@@ -129,7 +137,7 @@ class HeldLayers:
         for change in changes:
             if change.kind != "attributes":
                 raise self._cannot_follow(change)
-        self.unsent += changes
+        self.note_unsent(changes)
         late = next((each for each in changes if each.layer_index in self._called), None)
         if late is not None:
             raise ModelError(

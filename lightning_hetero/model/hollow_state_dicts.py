@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Protocol
@@ -69,14 +69,14 @@ class HollowStateDicts:
 
     Attributes:
         remote: Access to the layers' tensors.
-        left_out: Tensors left out of state dicts, and not fetched.
     """
 
     def __init__(self, layers: Mapping[int, nn.Module], remote: RemoteTensors) -> None:
         self._layers = layers
         self.remote = remote
         self._undo = ExitStack()
-        self.left_out: set[Tensor] = set()
+        # Tensors left out of state dicts, and not fetched.
+        self._left_out: set[Tensor] = set()
         # The tensors given to state dicts.
         self._given: list[_Given] = []
 
@@ -94,6 +94,15 @@ class HollowStateDicts:
     def detach(self) -> None:
         """Remove the hooks; the layers must have their content again."""
         self._undo.close()
+
+    @contextmanager
+    def leaving_out(self, tensors: set[Tensor]) -> Iterator[None]:
+        """Inside, state dicts lack some tensors."""
+        self._left_out = tensors
+        try:
+            yield
+        finally:
+            self._left_out = set()
 
     def changed_key(self) -> str | None:
         """The key of a state dict's tensor, fetched from a worker and changed in place since, if
@@ -116,8 +125,8 @@ class HollowStateDicts:
         """Replace the ``meta`` tensors in a state dict, with one request per layer."""
         if not is_outermost and _has_entered_parent(state, prefix, start):
             return  # the parent's hook fetches these tensors too
-        if self.left_out:
-            leave_out(state, keys_of(self.left_out, module, prefix), prefix)
+        if self._left_out:
+            leave_out(state, keys_of(self._left_out, module, prefix), prefix)
         names = _names_by_key(module, prefix, state, start)
         if not names:
             return

@@ -76,6 +76,7 @@ class BatchWork:
         accumulates: Whether the batch adds to the present gradients.
         first: The number of its first micro-batch in the accumulation window.
         name: Names the batch in an error of a later backward.
+        is_before_step: Whether an optimizer steps after the batch.
     """
 
     microbatches: Sequence[MicrobatchStep]
@@ -83,6 +84,7 @@ class BatchWork:
     accumulates: bool
     first: int = 0
     name: str = "an earlier batch"
+    is_before_step: bool = True
 
     @property
     def numbers(self) -> range:
@@ -195,12 +197,13 @@ class Driver:
                 self.stages.begin_step(
                     limits.in_flight,
                     batch.accumulates,
+                    batch.dropout_step,
                     first_microbatch=batch.first,
                     forwards_first=may_leave,
                 )
             self.gradients.begin(batch.accumulates, batch.first)
         else:
-            self.stages.next_batch(batch.first)
+            self.stages.next_batch(batch.first, batch.dropout_step)
             self.gradients.go_on()
         running.add(batch)
         with self._inside(running):
@@ -636,8 +639,8 @@ class _RunningStep:
                 self._send_gradients(key.microbatch)
             else:
                 return
-            if order.is_done:
-                self.driver.stages.note_last_backward()
+            if order.is_done and self._batch.is_before_step:
+                self.driver.stages.reduce()
 
     def _run_loss_backward(self, index: int, loss: Tensor | None) -> None:
         self._not_back.discard(index)
@@ -723,7 +726,8 @@ class _RunningStep:
         if visit.is_here:
             self._gradients[visit.key] = gradients
         else:
-            self.driver.stages.send_backward(visit.key, gradients, self._unsent)
+            unsent = self._unsent if self._batch.is_before_step else None
+            self.driver.stages.send_backward(visit.key, gradients, unsent)
 
     def _end(self, index: int) -> None:
         self.driver.gradients.finish_microbatch(index)

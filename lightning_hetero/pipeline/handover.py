@@ -53,6 +53,7 @@ class Stages(Protocol):
         self,
         max_in_flight: int,
         accumulate: bool,
+        dropout_step: int | None = None,
         *,
         first_microbatch: int = 0,
         forwards_first: bool = False,
@@ -62,12 +63,13 @@ class Stages(Protocol):
         Args:
             max_in_flight: The most micro-batches in flight on a stage.
             accumulate: Whether the step adds to the present gradients.
+            dropout_step: The number of its batch for dropout masks; None counts on.
             first_microbatch: The number of its first micro-batch.
             forwards_first: Whether workers run forwards before backwards; see `choose`.
         """
 
-    def next_batch(self, first_microbatch: int) -> None:
-        """Let the micro-batches of another batch, from this number on, go on with the step."""
+    def next_batch(self, first_microbatch: int, dropout_step: int) -> None:
+        """Let the micro-batches of another batch go on with the step; see `begin_step`."""
 
     def abort_step(self) -> None:
         """Make every stage forget the present step; this must not raise."""
@@ -92,11 +94,12 @@ class Stages(Protocol):
         Args:
             key: The micro-batch and visit.
             gradients: Of the activation.
-            unsent: The micro-batches of the step with more gradients after these, if known.
+            unsent: The micro-batches of the step with more gradients after these, if known and an
+                optimizer steps after them.
         """
 
-    def note_last_backward(self) -> None:
-        """All gradients of the step have been sent."""
+    def reduce(self) -> None:
+        """Let replicas add up their gradients: all have been sent, and an optimizer steps next."""
 
     def receive(self) -> Returned:
         """Wait for the next activation or gradients to come back."""

@@ -156,6 +156,11 @@ class Runner:
         self._is_over = True
         self._early: list[Callable[[], None]] = []
 
+    def go_on_after(self, step: int, repeats: bool) -> None:
+        """Take a lost process's place after a step; see the attributes."""
+        self.step = step
+        self.repeats |= repeats
+
     @property
     def stages(self) -> list[Stage]:
         """The stages of the process, in the order of their numbers."""

@@ -141,6 +141,7 @@ class _StageHere:
         self,
         max_in_flight: int,
         accumulate: bool,
+        dropout_step: int | None = None,
         *,
         first_microbatch: int = 0,
         forwards_first: bool = False,
@@ -148,14 +149,14 @@ class _StageHere:
         self._step += 1
         self._runner.begin(self._step, max_in_flight, accumulate, forwards_first)
 
-    def next_batch(self, first_microbatch: int) -> None:
+    def next_batch(self, first_microbatch: int, dropout_step: int) -> None:
         """Nothing: each batch is a step."""
 
     def abort_step(self) -> None:
         self._runner.abort()
 
-    def note_last_backward(self) -> None:
-        """Nothing: nobody waits for the end."""
+    def reduce(self) -> None:
+        """Nothing: there are no replicas."""
 
     def send_forward(
         self, key: Key, hidden: Tensor, surroundings: Surroundings, is_whole: bool = False

@@ -12,7 +12,7 @@ after all changes of a plan between two steps.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING
@@ -442,15 +442,9 @@ class Replanner:
         """Whether the time of this process's own layers is not known; then they stay here."""
         return self._run.recorder is None
 
-    @contextmanager
-    def planning_with(self, profile: Profile | None) -> Iterator[None]:
-        """Inside, layers move to a plan made with this profile; the profile then stays."""
-        before, self._watch.profile = self._watch.profile, profile
-        try:
-            yield
-        except BaseException:
-            self._watch.profile = before
-            raise
+    def planning_with(self, profile: Profile | None) -> AbstractContextManager[None]:
+        """See `Watch.planning_with`."""
+        return self._watch.planning_with(profile)
 
     def note_batch(self, count: Callable[[], int | None]) -> None:
         """Warn of a first batch that is too small for the pipeline."""

@@ -25,7 +25,7 @@ from ..pipeline.recorder import Laps, Recorder
 from ..plan import COORDINATOR, Plan
 from ..planner.balance import Balance, Judged, moves, seen, why_it_rests
 from ..planner.drift import Drift, StageSeconds, Watcher, misjudged
-from ..planner.profile import Measured
+from ..planner.profile import Measured, Profile
 from ..planner.replan import LEAST_GAIN, Known, MoveCosts, Replanned, expected_seconds, replan
 from ..units import in_duration
 
@@ -231,6 +231,16 @@ class Watch:
         if self.profile is not None:
             self.profile = found.profile
         return found.plan
+
+    @contextmanager
+    def planning_with(self, profile: Profile | None) -> Iterator[None]:
+        """Inside, layers move to a plan made with this profile; the profile then stays."""
+        before, self.profile = self.profile, profile
+        try:
+            yield
+        except BaseException:
+            self.profile = before
+            raise
 
     @property
     def _known(self) -> Known:

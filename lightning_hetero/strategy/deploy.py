@@ -192,9 +192,10 @@ class Site:
         )
         trainer = self.module.trainer
         # The Trainer forgets the signal of an earlier run only after the layers are sent.
-        if not trainer.received_sigterm:
-            coordinator.connections.is_ending = lambda: trainer.received_sigterm
-        coordinator.connections.is_interrupted = lambda: trainer.interrupted
+        is_old = trainer.received_sigterm
+        coordinator.connections.end_when(
+            lambda: trainer.received_sigterm and not is_old, lambda: trainer.interrupted
+        )
         return coordinator
 
     def carry_out(

@@ -184,7 +184,8 @@ class TrainingRun(Run):
             self._followed = FollowedZeroGrad(module, deployment, self._remote_steps)
             self._put_back.callback(self._followed.detach)
             # The user may call `loss.backward()` without Lightning.
-            self._put_back.callback(stand_in(stages, "on_backward", self._begin_backward_by_hand))
+            by_hand = stages.calling_before_backwards(self._begin_backward_by_hand)
+            self._put_back.enter_context(by_hand)
 
     @property
     def recorder(self) -> Recorder | None:

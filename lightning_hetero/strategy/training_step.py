@@ -190,13 +190,7 @@ class BatchStep:
     def _number_step(self) -> int:
         """Number the next step for dropout masks, by the batches of the training so far: a
         checkpoint has this number, and evaluations do not change it."""
-        step = num_batches_done(self._module.trainer) + 1
-        self._count_from(step)
-        return step
-
-    def _count_from(self, step: int) -> None:
-        """Give the next step this number for dropout masks."""
-        self._deployment.coordinator.stages.dropout_step = step - 1  # it counts on from here
+        return num_batches_done(self._module.trainer) + 1
 
     @property
     def accumulates(self) -> bool:
@@ -213,19 +207,22 @@ class WholeBatchStep(BatchStep):
     @override
     def run(self, training_step: Callable[[], Any], args: Sequence[Any]) -> Any:
         batch, *rest = args
-        self._number_step()
-        return self._run_whole(training_step, self._reader.count(batch, rest), self.accumulates)
+        num_samples, step = self._reader.count(batch, rest), self._number_step()
+        return self._run_whole(training_step, num_samples, self.accumulates, step)
 
     def _run_whole(
-        self, training_step: Callable[[], Any], num_samples: int | None, accumulates: bool
+        self,
+        training_step: Callable[[], Any],
+        num_samples: int | None,
+        accumulates: bool,
+        step: int,
     ) -> Any:
         """Run the step of a batch; its backward may follow."""
         num_pieces, draws = self._deployment.plan.micro_batches, self._deployment.draws
-        step = self._deployment.coordinator.stages.dropout_step + 1  # the one that begins
         with (
             self._no_inner_backward(),
             self._deployment.hand_overs.batch_of(num_samples),
-            self._deployment.hand_overs.whole_batch_step(num_pieces, accumulates),
+            self._deployment.hand_overs.whole_batch_step(num_pieces, accumulates, step),
             draws.of(draws.whole_batch(step)),
         ):
             result = training_step()
@@ -239,11 +236,9 @@ class WholeBatchStep(BatchStep):
         if not self._module.automatic_optimization:
             yield
             return
-        put_back = stand_in(self._deployment.coordinator.stages, "on_backward", _refuse_backward)
-        try:
+        stages = self._deployment.coordinator.stages
+        with stages.calling_before_backwards(_refuse_backward):
             yield
-        finally:
-            put_back()
 
 
 def _refuse_backward() -> None:
@@ -310,6 +305,8 @@ class MicrobatchedStep(BatchStep):
         self._loss_weighting = options.loss_weighting
         self._guard = guard
         self._has_said_in_part = False
+        # Whether an optimizer steps after the present batch.
+        self._is_before_step = False
         self._copies = coordinator.stages.copies
         self._scaling = LossScaling(self._copies)
         local, tied = _local_parameters(module)
@@ -367,9 +364,10 @@ class MicrobatchedStep(BatchStep):
             # A backward does not follow, and gradients of earlier batches may wait on the workers.
             self.finish()
             self._add_gradients(are_kept=accumulates)
-        elif accumulates:
+            return None
+        if accumulates:
             self._accumulation.guard()
-        self._deployment.coordinator.stages.awaits_backward = merged is not None
+        self._deployment.coordinator.stages.await_backward()
         return merged
 
     def _run(
@@ -404,20 +402,19 @@ class MicrobatchedStep(BatchStep):
         self._flags.begin_step(len(work))
         self._guard.begin_microbatches()
         # Whether the optimizer steps after this batch: Lightning's rule has a private name.
-        is_last = not self._module.trainer.fit_loop._should_accumulate()
-        self._deployment.coordinator.stages.is_before_step = is_last
+        self._is_before_step = not self._module.trainer.fit_loop._should_accumulate()
         name = f"batch {rest[0]}" if rest and isinstance(rest[0], int) else "an earlier batch"
         with ExitStack() as stack:
             stack.enter_context(self._deployment.hand_overs.cut_step())
             stack.callback(stand_in(self._module, "log", log.log))
             stack.enter_context(metrics.gathering(self._module))
             if self._deployment.hosted is not None:
-                stack.enter_context(self._deployment.hosted.step(accumulates))
+                stack.enter_context(self._deployment.hosted.step(accumulates, self._is_before_step))
             results = self._driver.run(
-                BatchWork(work, step, accumulates, first, name),
+                BatchWork(work, step, accumulates, first, name, self._is_before_step),
                 Limits(plan.max_in_flight, plan.max_started),
                 has_begun,
-                self._accumulation.may_leave(is_last),
+                self._accumulation.may_leave(self._is_before_step),
             )
         # While backwards are left, gradients are not all there.
         self._guard.end_batch(log, results, lambda: () if self.has_left else self._gradients.found)
@@ -532,7 +529,7 @@ class MicrobatchedStep(BatchStep):
                 "optimization."
             )
         self._scaling.note(gradient, loss_scale)
-        self._deployment.coordinator.stages.awaits_backward = False
+        self._deployment.coordinator.stages.note_published()
         if self._gradients.adds_to_former:
             self.finish()  # one device adds the sum of all of the batch
         self._gradients.publish()
@@ -546,7 +543,7 @@ class MicrobatchedStep(BatchStep):
             are_kept: Whether Lightning keeps the present gradients.
         """
         coordinator, hosted = self._deployment.coordinator, self._deployment.hosted
-        if hosted is not None and coordinator.stages.is_before_step:
+        if hosted is not None and self._is_before_step:
             coordinator.optimizers.add_up()
         elif hosted is not None and are_kept and not self.has_left:
             hosted.note_gradients()

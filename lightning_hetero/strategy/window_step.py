@@ -132,10 +132,10 @@ class WindowStep(WholeBatchStep):
         recorder = self._deployment.coordinator.recorder
 
         def forward(number: int, piece: Any) -> Any:
-            self._count_from(before * window.size + number + 1)
-            step = partial(training_step_of, self._module, piece, rest)
+            training_step = partial(training_step_of, self._module, piece, rest)
             num_samples = self._reader.count(piece, rest, number)
-            return self._run_whole(step, num_samples, accumulates or number > 0)
+            step = before * window.size + number + 1
+            return self._run_whole(training_step, num_samples, accumulates or number > 0, step)
 
         def backward(loss: Tensor, gradient: Tensor) -> None:
             with recorder.span("backward"), self._deployment.draws.of_latest():

@@ -142,8 +142,8 @@ def replace_lost(
     if missing := too_few(plan.workers, settings.least_workers):
         raise PlanError(f"The run cannot begin. {missing}")
     folder = Path(settings.folder or Path(trainer.default_root_dir, "recovery"))
-    parts = coordinator.connections, coordinator.layers, coordinator.stages
-    coordinator.replace_lost_by(Replacements(settings, folder, *parts, coordinator.observers))
+    part = Replacements(settings, folder, coordinator.stages, coordinator.observers)
+    coordinator.connections.replace_lost_by(part)
 
 
 def observers_of(trainer: pl.Trainer) -> Observers:

@@ -107,7 +107,6 @@ class Channel:
         activity: The present work of this end, in words for people at the other end.
         peer_activity: The peer's latest report of its activity; empty at first.
         clock: Compares the peer's clock with ours.
-        keep: Keeps sent messages for a process in the peer's place, if there may be one.
     """
 
     def __init__(
@@ -136,7 +135,7 @@ class Channel:
         self._on_sent: OnSent | None = None
         self._forward: Callable[[Frame], bool] | None = None
         self._on_break: Callable[[str], None] = _ignore
-        self.keep: Keep | None = None
+        self._keep: Keep | None = None
         self._outgoing: SimpleQueue[Queued | None] = SimpleQueue()
         self._is_encoding = False
         self._is_closing = False
@@ -188,6 +187,10 @@ class Channel:
         inbox."""
         self._forward = forward
 
+    def keep_by(self, keep: Keep | None) -> None:
+        """Keep sent messages for a process in the peer's place, if there may be one."""
+        self._keep = keep
+
     def _without_threads(self, cause: RuntimeError) -> ChannelError:
         """Report to the peer why this end cannot talk, and end the channel."""
         reason = (
@@ -233,7 +236,7 @@ class Channel:
         self._queue(message, lambda: [memoryview(read())])
 
     def _kept(self, message: m.Message, encode: Encode, is_ready: bool) -> Encode:
-        return encode if self.keep is None else self.keep(message, encode, is_ready)
+        return encode if self._keep is None else self._keep(message, encode, is_ready)
 
     def pass_on(self, frame: Frame, most_queued: int) -> None:
         """Queue a frame exactly as another process of the run has sent it; drop a late frame.
@@ -328,12 +331,11 @@ class Channel:
         """Whether a `Goodbye` or `Failure` ended the conversation."""
         return self._session.state is State.CLOSED
 
-    def report_activity(self, activity: str) -> None:
-        """Report this end's activity to the peer at once; the next sign of life reports it
-        otherwise.
-        """
-        self.activity = activity
-        self.send(self._sign_of_life())
+    def note_activity(self, activity: str, at_once: bool = False) -> None:
+        """Note this end's activity; the next sign of life reports it, or a new one ``at_once``."""
+        is_new, self.activity = activity != self.activity, activity
+        if at_once and is_new:
+            self.send(self._sign_of_life())
 
     def peer_answers(self, look: Callable[[], None] | None = None) -> bool:
         """Ask for a sign of life; wait for any message of the peer, or for the channel's end.

@@ -67,21 +67,23 @@ class Joiner:
     name: str
     rejoin_seconds: float
 
-    def run(self, worker: Worker, on_alone: Callable[[str], None]) -> None:
+    def run(self, worker: Worker, on_alone: Callable[[str], None], session: str = "") -> None:
         """Join one run after the other until the worker is stopped.
 
         Args:
             worker: Serves the sessions.
             on_alone: Called with a sentence if the worker has waited too long for a run; it must
                 stop the worker.
+            session: The name of the only session of a second process, which joins one run.
         """
+        patience = worker.host.deadlines.connect_seconds if session else self.rejoin_seconds
         since, waits, told = time.monotonic(), pauses(), ""
         while not worker.is_stopped:
             try:
-                joined = self._dial(worker)
+                joined = self._dial(worker, session)
             except JoinError as error:
-                if time.monotonic() - since > self.rejoin_seconds:
-                    on_alone(self._reason_of_end(error))
+                if time.monotonic() - since > patience:
+                    on_alone(self._reason_of_end(error, session))
                     return
                 if str(error) != told:
                     told = str(error)
@@ -90,31 +92,12 @@ class Joiner:
                 continue
             told = ""
             self._stay(joined, worker)
+            if session:
+                return
             since, waits = time.monotonic(), pauses()
             worker.wait_until_stopped(next(waits))
 
-    def run_beside(self, worker: Worker, session: str) -> None:
-        """Bring a second process into its run, then stop the process.
-
-        Args:
-            worker: Serves the session in the second process.
-            session: The name of the session.
-        """
-        end, waits = time.monotonic() + worker.host.deadlines.connect_seconds, pauses()
-        while not worker.is_stopped:
-            try:
-                joined = self._dial(worker, session)
-            except JoinError as error:
-                if time.monotonic() > end:
-                    logger.warning("the second process cannot join its run, and ends: %s", error)
-                    break
-                worker.wait_until_stopped(next(waits))
-                continue
-            self._stay(joined, worker)
-            break
-        worker.retire()
-
-    def _dial(self, worker: Worker, session: str = "") -> Joined:
+    def _dial(self, worker: Worker, session: str) -> Joined:
         """Dial the coordinator, for one session or for any.
 
         Raises:
@@ -177,7 +160,9 @@ class Joiner:
             if other != run:
                 worker.give_up_coordinator(f"Another run takes workers in at {self.address}.")
 
-    def _reason_of_end(self, error: JoinError) -> str:
+    def _reason_of_end(self, error: JoinError, session: str) -> str:
+        if session:
+            return f"The second process cannot join its run, and ends. {error}"
         return (
             f"No coordinator has let this worker in at {self.address} for "
             f"{self.rejoin_seconds:g} s, so it ends. {error} See that a training waits there for "

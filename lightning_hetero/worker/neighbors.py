@@ -86,7 +86,7 @@ class SessionNeighbors:
 
     def _keep_over(self, channel: Channel, number: int) -> None:
         if self._log is not None and channel is not self._coordinator:
-            channel.keep = partial(self._log.keep, number)
+            channel.keep_by(partial(self._log.keep, number))
 
     def is_new(self, message: m.Activation | m.Gradient, channel: Channel) -> bool:
         """Whether a message is new: after a loss, the successor repeats earlier messages."""

@@ -112,6 +112,14 @@ class SoleHolder:
     def follow_step(self, number: int) -> None:
         """Send the weights that this worker has stepped to the others, and wait for theirs."""
 
+    def begin_repetition(self) -> None:
+        """This worker begins to repeat what a lost one has done."""
+        self.is_repeating = True
+
+    def end_repetition(self) -> None:
+        """This worker has repeated all."""
+        self.is_repeating = False
+
     def expect_repeats(self) -> None:
         """Drop from now on what a replica sends that has come before."""
 

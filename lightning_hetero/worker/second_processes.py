@@ -75,6 +75,13 @@ class Beside:
         self._asking: dict[str, Callable[[str], None]] = {}
         self._leaves_until_seconds = 0.0
 
+    def begin(self, second: Second | None, ask: Callable[[Second], None]) -> None:
+        """This is a second process, or a first one that asks for second ones."""
+        if second is None:
+            self.ask = ask
+        else:
+            self.only = second.session
+
     def is_elsewhere(self, session: str) -> bool:
         """Whether another process answers callers for this session. An empty name means any
         session.

@@ -458,10 +458,7 @@ class StageSession:
             self._report(error, where=f" (in stage {action.stage_index})" if several else "")
 
     def _note_activity(self, activity: str) -> None:
-        if self._reports_actions and activity != self._coordinator.activity:
-            self._coordinator.report_activity(activity)
-        else:
-            self._coordinator.activity = activity
+        self._coordinator.note_activity(activity, at_once=self._reports_actions)
 
     def _sending_early(self, action: Action) -> AbstractContextManager[None]:
         """Inside, gradients leave for their owners, if this is the last backward before that."""
@@ -576,18 +573,17 @@ class StageSession:
         self._coordinator.send(m.NeighborReplaced(reason, request=message.request))
 
     def _on_replay(self, message: m.Replay, _tensors: tuple[Tensor, ...]) -> None:
-        self._runner.step = message.step
-        if not message.has_more:
-            return
-        self._runner.repeats = True
-        self._repetition = _Repetition(message.step + 1, time.monotonic())
-        self._replicas.is_repeating = self._reports_actions = True
+        self._runner.go_on_after(message.step, message.has_more)
+        if message.has_more:
+            self._repetition = _Repetition(message.step + 1, time.monotonic())
+            self._replicas.begin_repetition()
+            self._reports_actions = True
 
     def _on_wait(self, message: m.Wait, _tensors: tuple[Tensor, ...]) -> None:
         if message.is_end:
             if self._repetition is not None:
                 self._repetition = replace(self._repetition, end_seconds=time.monotonic())
-            self._replicas.is_repeating = False
+            self._replicas.end_repetition()
             self._coordinator.send(m.CaughtUp(request=message.request))
 
     def _connect(self, numbers: Iterable[int]) -> None:

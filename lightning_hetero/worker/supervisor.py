@@ -487,11 +487,8 @@ def serve_one_session(
     except HeteroError as error:
         pipe.say("failed", str(error))
         return
-    if second is None:
-        worker.host.beside.ask = partial(pipe.say, "beside")
-    else:
-        worker.host.beside.only = second.session
-        on_drain = _say_nothing
+    worker.host.beside.begin(second, partial(pipe.say, "beside"))
+    on_drain = on_drain if second is None else _say_nothing
     threading.Thread(target=_obey, args=(worker, on_drain, place.pipe), daemon=True).start()
     pipe.say("ready", str(worker.host.device), worker.host.identity.equipment)
     threading.Thread(target=_live, args=(worker, pipe), daemon=True).start()
@@ -612,7 +609,8 @@ def _join(worker: Worker, joiner: Joiner, pipe: _Voice, second: Second | None) -
         if second is None:
             joiner.run(worker, leave)
         else:
-            joiner.run_beside(worker, second.session)
+            joiner.run(worker, logger.warning, second.session)
+            worker.retire()
     except Exception as error:
         # Without this thread the worker would wait in vain.
         logger.exception("joining %s failed", joiner.address)

@@ -122,7 +122,7 @@ class NetChannel(Channel):
             self.ledger.keep(type(message).__name__, [memoryview(frame)])
             self.send_due()
 
-    def report_activity(self, activity: str) -> None:
+    def note_activity(self, activity: str, at_once: bool = False) -> None:
         self.activity = self.other.peer_activity = activity
 
     def send_due(self) -> None:

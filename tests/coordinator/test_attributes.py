@@ -10,8 +10,7 @@ import pytest
 from torch import Tensor, nn
 
 from lightning_hetero.coordinator.attributes import PlainAttributes, changed_since_recipe
-from lightning_hetero.coordinator.connections import Connections
-from lightning_hetero.coordinator.layers import RemoteLayers
+from lightning_hetero.coordinator.steps import RemoteStages
 from lightning_hetero.coordinator.worker_stages import RemoteStage
 from lightning_hetero.errors import ModelError
 from lightning_hetero.model.attributes import Change
@@ -43,16 +42,13 @@ def attributes_of(
     layer: DecoderLayer, connections: Any = None, held: HeldLayers | None = None
 ) -> PlainAttributes:
     stage = SimpleNamespace(layers={0: layer.module})
-    connections = connections or SimpleNamespace(
-        step=1, first_microbatch=0, check_usable=lambda: None
-    )
+    connections = connections or SimpleNamespace(step=1, check_usable=lambda: None)
     holdings = SimpleNamespace(stages={object(): stage}, holders=lambda _stage: ["worker"])
-    remote = SimpleNamespace(holdings=holdings)
+    remote = SimpleNamespace(holdings=holdings, connections=connections)
+    stages = SimpleNamespace(layers=remote, first_microbatch=0, stamp_of_earlier=lambda _worker: {})
     return Following(
         {0: layer},
-        cast(Connections, connections),
-        cast(RemoteLayers, remote),
-        lambda _: {},
+        cast(RemoteStages, stages),
         cast(HollowLayers, SimpleNamespace(held=held or held_of(layer))),
         [],
     )
@@ -71,7 +67,6 @@ def sending() -> tuple[list[m.SetAttributes], Any]:
     sent: list[m.SetAttributes] = []
     connections = SimpleNamespace(
         step=1,
-        first_microbatch=0,
         check_usable=lambda: None,
         send=lambda _worker, message: sent.append(message),
     )

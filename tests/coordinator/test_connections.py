@@ -5,6 +5,8 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from lightning_utilities.core.rank_zero import rank_zero_only
@@ -14,6 +16,7 @@ from lightning_hetero.coordinator.member import Member
 from lightning_hetero.coordinator.neighbors import RemoteNeighbors
 from lightning_hetero.coordinator.roster import Phase
 from lightning_hetero.coordinator.session import Listening
+from lightning_hetero.coordinator.worker_stages import Holdings
 from lightning_hetero.errors import ChannelError, WorkerLost, WorkerUnreachable
 from lightning_hetero.events import Event
 from lightning_hetero.pipeline.placement import Placement
@@ -53,7 +56,9 @@ def connected(
         addresses = {str(each): each for each in (first, Address.parse(relay.address))}
         source = Listening(addresses, deadlines, Identity())
         connections = Connections([*addresses], source, deadlines, m.Equipment(), BufferPool)
-        RemoteNeighbors(connections)
+        layers = SimpleNamespace(holdings=Holdings(), connections=connections)
+        stages: Any = SimpleNamespace(layers=layers, ways={}, in_flight=1)
+        RemoteNeighbors(stages)
         try:
             yield connections, relay
         finally:
@@ -193,7 +198,7 @@ def test_a_callback_that_raises_leaves_who_is_a_member_right() -> None:
 def test_a_run_that_was_interrupted_does_not_wait_for_a_connection() -> None:
     with connected() as (connections, relay):
         cut(relay, connections.workers[1])
-        connections.is_interrupted = lambda: True
+        connections.end_when(lambda: False, lambda: True)
         with pytest.raises(WorkerLost, match="The run was interrupted, and no stage .*was cut off"):
             connections.receive(600)
         with pytest.raises(WorkerLost, match="The run was interrupted"):
@@ -205,7 +210,7 @@ def test_sigterm_ends_a_wait_for_a_channel(monkeypatch: pytest.MonkeyPatch) -> N
     with connected() as (connections, relay):
         worker = connections.workers[1]
         cut(relay, worker)
-        connections.is_ending = lambda: True
+        connections.end_when(lambda: True, lambda: False)
         worker.channel.send(m.DescribeDevice())
         with pytest.raises(WorkerLost, match="SIGTERM asks this process to end"):
             worker.channel.wait_until_sent(0, connections.leaving())
@@ -238,5 +243,5 @@ def test_a_worker_that_cannot_begin_with_other_libraries_is_said_to_have_them() 
             "cannot build or run a layer, install the same versions on both."
         )
         assert "in build" in str(error.__cause__)
-        connections.step = 1
+        connections.begin_step()
         assert "versions" not in str(connections._stage_failed(worker, failure))

@@ -404,7 +404,7 @@ def test_without_recovery_nothing_is_said_or_kept(
         self: NetChannel, message: m.Message, encode: Encode, is_small: bool = False
     ) -> None:
         said.append(message)
-        assert self.keep is None
+        assert self._keep is None
         queue(self, message, encode, is_small)
 
     monkeypatch.setattr(NetChannel, "_queue", noting)

@@ -33,7 +33,6 @@ class Worker:
 
     def __init__(self) -> None:
         self.number, self.name, self.channel = 1, "a", Sent()
-        self.journal: object = None
 
 
 class Scene:
@@ -46,8 +45,8 @@ class Scene:
         spec = SimpleNamespace(check=lambda _name, _tensor: None)
         names = ["0.own", "0.its", "1.other"]
         self.connections: Any = SimpleNamespace(
-            num_exchanges=2,
             tensor_asides={},
+            part=SimpleNamespace(journals={}),
             check_usable=lambda: None,
             hear=lambda _seconds: self.take(*self.waiting.pop(0)),
             deadlines=SimpleNamespace(progress_seconds=1.0),
@@ -60,7 +59,8 @@ class Scene:
                 holders_of=dict.fromkeys(names, (self.worker,)),
             ),
         )
-        self.exchange = ReplicaExchange(remote, names[:2], PlainCopies(CPU), Recorder(CPU))
+        stages: Any = SimpleNamespace(layers=remote, num_exchanges=2, copies=PlainCopies(CPU))
+        self.exchange = ReplicaExchange(stages, names[:2], Recorder(CPU))
 
     def take(self, message: m.ReplicaTensors, tensors: list[Tensor]) -> None:
         self.connections.tensor_asides[m.ReplicaTensors](self.worker, message, tensors)
@@ -121,7 +121,7 @@ def test_a_part_comes_once_and_again_only_from_a_worker_in_a_lost_ones_place() -
     scene.take(said("sums"), [])
     with pytest.raises(RemoteProtocolError, match="sums of exchange 1"):
         scene.take(said("sums"), [])
-    scene.worker.journal = object()
+    scene.connections.part.journals = {scene.worker: object()}
     scene.take(said("sums"), [])
 
 

@@ -279,7 +279,7 @@ def test_a_worker_that_describes_other_tensors_than_it_sends_is_lost(
     coordinator.stages.begin_step(1, accumulate=False)
     frame = Frame(m.Activation(1, 0, 0, [True], ["router_logits"]), (torch.ones(2),))
     sender = coordinator.connections.workers[-1]
-    coordinator.connections.ways[Key(0)] = {2: sender}
+    coordinator.stages.ways[Key(0)] = {2: sender}
     monkeypatch.setattr(coordinator.connections, "receive", lambda _seconds=None: (sender, frame))
     with pytest.raises(WorkerLost, match=r"stage 2 on .* broke the rules in step 1.* 1 tensors"):
         coordinator.stages.receive()

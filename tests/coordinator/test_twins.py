@@ -45,8 +45,8 @@ class Workers:
 def made(mode: CheckFirstBatch = "stop", count: int = 4) -> tuple[Twins, Workers]:
     held = layers(count)
     workers = Workers(held)
-    remote: Any = SimpleNamespace(holdings=workers)
-    return Twins(held, (), remote, remote, 0, mode), workers
+    stages: Any = SimpleNamespace(layers=SimpleNamespace(holdings=workers))
+    return Twins(held, (), stages, 0, mode), workers
 
 
 def request(numbers: Sequence[int], *, training: bool = True) -> Request:

@@ -168,8 +168,8 @@ def test_frozen_tensors_are_left_out_and_not_fetched() -> None:
     model.model.layers[1].register_buffer("statistics", torch.ones(3))
     hollowed = Hollowed(model)
     frozen = {p for p in hollowed.model.parameters() if not p.requires_grad}
-    hollowed.run.state_dicts.left_out = frozen
-    found = hollowed.model.model.layers.state_dict()
+    with hollowed.run.state_dicts.leaving_out(frozen):
+        found = hollowed.model.model.layers.state_dict()
     theirs = [key for key in found if key.partition(".")[0] in "123"]
     assert theirs == ["1.statistics", *(key for key in found if key.startswith("3."))]
     third = [name for name, _ in named_tensors({3: hollowed.layers[3]})]

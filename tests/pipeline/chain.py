@@ -79,19 +79,22 @@ class Chain:
         self,
         max_in_flight: int,
         accumulate: bool,
+        dropout_step: int | None = None,
         *,
         first_microbatch: int = 0,
         forwards_first: bool = False,
     ) -> None:
         self.step += 1
-        self._batch = BatchNumbers(self._batch.dropout_step + 1, first_microbatch)
+        counted = self._batch.dropout_step + 1
+        numbered = counted if dropout_step is None else dropout_step
+        self._batch = BatchNumbers(numbered, first_microbatch)
         self._unfinished.clear()
         for process, runner in self.runners.items():
             begin = partial(runner.begin, self.step, max_in_flight, accumulate, forwards_first)
             self._links[COORDINATOR, process].append(begin)
 
-    def next_batch(self, first_microbatch: int) -> None:
-        self._batch = BatchNumbers(self._batch.dropout_step + 1, first_microbatch)
+    def next_batch(self, first_microbatch: int, dropout_step: int) -> None:
+        self._batch = BatchNumbers(dropout_step, first_microbatch)
 
     def abort_step(self) -> None:
         self._unfinished.clear()
@@ -120,7 +123,7 @@ class Chain:
         take = self._runner(last).take
         self._post(0, last, partial(take, self.step, last, key, copies))
 
-    def note_last_backward(self) -> None:
+    def reduce(self) -> None:
         self.num_ends += 1
 
     def receive(self) -> Returned:

@@ -298,7 +298,7 @@ def test_a_process_that_was_suspended_does_not_give_up_its_peer() -> None:
 
 def test_signs_of_life_are_sent_unasked_and_name_the_activity() -> None:
     with one_end() as (end, upstream):
-        end.channel.activity = "the forward of micro-batch 3 in step 7"
+        end.channel.note_activity("the forward of micro-batch 3 in step 7")
         reader, frame = FrameReader(), None
         while frame is None or frame.message != m.Pong(end.channel.activity):
             frame = reader.advance(upstream.recv_into(reader.buffer()))
