@@ -23,6 +23,7 @@ NAMED_PLANS = ("auto", "even", "replicated")
 Dtype = Literal["float32", "bfloat16", "float16"]
 WireDtype = Literal["float32", "bfloat16", "float16", "int8"]
 ReplicaOptimizer = Literal["each", "split"]
+Recompute = bool | Literal["layers"]
 
 INT8_BLOCK = 64
 """The number of int8 values that share a float32 scale, which adds 6 % to their bytes."""
@@ -46,7 +47,9 @@ class StagePlan:
             micro-batches. The coordinator may be one of the replicas of the first stage or of the
             last one.
         layers: Half-open range of decoder layers, ``(first, end)``.
-        recompute: Keep only the stage's inputs, and run its forward again in the backward.
+        recompute: Keep only the stage's inputs, and run its forward again in the backward. With
+            ``layers`` keep the input of each layer, and run one layer again at a time. The
+            coordinator does so in both cases.
         dtype: The dtype in which the stage computes, if it differs from Lightning's ``precision``,
             such as on a device without bfloat16. Frozen weights are stored in it and come back
             rounded. Weights that train are never narrowed, since rounding would lose their steps.
@@ -69,7 +72,7 @@ class StagePlan:
 
     workers: list[str]
     layers: tuple[int, int]
-    recompute: bool = False
+    recompute: Recompute = False
     dtype: Dtype | None = None
     activation_dtype: WireDtype | None = None
     gradient_dtype: WireDtype | None = None
@@ -257,7 +260,7 @@ class Plan:
         stages = content.get("stages")
         for index, stage in enumerate(stages if isinstance(stages, list) else []):
             _refuse_unknown_keys(stage, StagePlan, f"stages[{index}]")
-            _check_dtypes(stage, f"stages[{index}]")
+            _check_choices(stage, f"stages[{index}]")
         return convert(content, cls, PlanError)
 
     def to_yaml(self, path: str | Path) -> None:
@@ -327,7 +330,7 @@ class Plan:
                     "The coordinator holds all layers in two stages; write them as one stage, "
                     f"[{self.stages[0].layers[0]}, {stage.layers[1]}]."
                 )
-            _check_dtypes(vars(stage), f"stages[{index}]")
+            _check_choices(vars(stage), f"stages[{index}]")
             _check_embedding(stage, index)
             if stage.is_local and stage.dtype is not None:
                 raise PlanError(
@@ -406,8 +409,11 @@ def _narrower(before: StagePlan | None, after: StagePlan | None, field: str) -> 
     return min(wishes, key=lambda wish: math.inf if wish is None else BYTES_PER_NUMBER[wish])
 
 
-def _check_dtypes(stage: Any, where: str) -> None:
-    """Check the dtypes among the fields of a `StagePlan`, given as a mapping."""
+def _check_choices(stage: Any, where: str) -> None:
+    """Check the dtypes and the recomputation in the fields of a `StagePlan`, given as a mapping."""
+    again = stage.get("recompute", False)
+    if again not in (True, False, "layers"):
+        raise PlanError(f"{where}.recompute is {again!r}; it must be one of true, false, layers.")
     kinds = {"dtype": Dtype, "activation_dtype": WireDtype, "gradient_dtype": WireDtype}
     for field, kind in kinds.items():
         dtype, known = stage.get(field), get_args(kind)

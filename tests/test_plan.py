@@ -32,7 +32,7 @@ any_stage = st.builds(
     StagePlan,
     workers=st.lists(st.text(), max_size=3),
     layers=st.tuples(st.integers(-(2**63), 2**63), st.integers()),
-    recompute=st.booleans(),
+    recompute=st.sampled_from([False, True, "layers"]),
     compile=st.booleans(),
     embedding=st.booleans(),
 )
@@ -223,7 +223,8 @@ def test_a_wrong_word_is_refused_with_the_right_ones() -> None:
         (with_stage(layers=[0, 1, 2]), "stages[0].layers"),
         (with_stage(layers="0, 3"), "stages[0].layers"),
         (with_stage(layers=[0, "end"]), "stages[0].layers[1]"),
-        (with_stage(recompute="maybe"), "stages[0].recompute"),
+        (with_stage(recompute="maybe"), "stages[0].recompute is 'maybe'; it must be one of true"),
+        (with_stage(recompute=["layers"]), "stages[0].recompute"),
         (with_stage(shares=3), "stages[0].shares"),
         (with_stage(shares=[1.5]), "stages[0].shares[0]"),
         (with_stage(optimizer="all"), "optimizer"),

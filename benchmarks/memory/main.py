@@ -41,6 +41,7 @@ from transformers import BitsAndBytesConfig, LlamaConfig, LlamaForCausalLM
 import lightning_hetero
 from benchmarks.processes import WorkerProcess, memory_bytes, worker_process
 from lightning_hetero import HeteroPipelineStrategy, Plan, StagePlan
+from lightning_hetero.plan import Recompute
 
 CONFIG = LlamaConfig(
     hidden_size=1024,
@@ -58,12 +59,12 @@ TINY = LlamaConfig(
     vocab_size=CONFIG.vocab_size,
     use_cache=False,
 )
-SEQUENCE_LENGTH = 128
 BATCH_SIZE = 8
 NUM_MICROBATCHES = 4
 IN_FLIGHT = 3
 NUM_STEPS = 3
 NUM_MOVING = 2
+RECOMPUTES: dict[str, Recompute] = {"false": False, "true": True, "layers": "layers"}
 MIB = 2**20
 
 # glibc keeps what was freed for the next tensor, and often cannot use it for that. With a threshold
@@ -194,13 +195,13 @@ def saved_bytes(run: Callable[[], Tensor], parameters: set[int]) -> int:
     return sum(kept.values())
 
 
-def activation_bytes(job: Job) -> tuple[int, int]:
+def activation_bytes(job: Job, sequence_length: int) -> tuple[int, int]:
     """Bytes in flight for one micro-batch: of one layer, and of the head with its loss."""
     small = LlamaConfig(**{**CONFIG.to_dict(), "num_hidden_layers": 1})
     model = LlamaForCausalLM(small)
     if job.options:
         get_peft_model(model, copy.deepcopy(job.options["peft_config"]))
-    tokens = torch.zeros(BATCH_SIZE // NUM_MICROBATCHES, SEQUENCE_LENGTH, dtype=torch.long)
+    tokens = torch.zeros(BATCH_SIZE // NUM_MICROBATCHES, sequence_length, dtype=torch.long)
     weights = {p.untyped_storage().data_ptr() for p in model.parameters()}
     with_layer = saved_bytes(lambda: model(input_ids=tokens, labels=tokens).loss, weights)
     model.model.layers = nn.ModuleList()
@@ -226,6 +227,7 @@ def fit(
     strategy: HeteroPipelineStrategy,
     callbacks: list[pl.Callback],
     accumulate: int,
+    sequence_length: int,
 ) -> None:
     trainer = pl.Trainer(
         accumulate_grad_batches=accumulate,
@@ -238,14 +240,27 @@ def fit(
         enable_progress_bar=False,
         enable_model_summary=False,
     )
-    tokens = torch.randint(CONFIG.vocab_size, (NUM_STEPS * BATCH_SIZE, SEQUENCE_LENGTH))
+    tokens = torch.randint(CONFIG.vocab_size, (NUM_STEPS * BATCH_SIZE, sequence_length))
     trainer.fit(module, DataLoader(tokens, batch_size=BATCH_SIZE // accumulate))
 
 
-def train(folder: Path, job: Job, accumulate: int) -> list[tuple[str, int, int]]:
+def in_flight_bytes(recompute: Recompute, num_layers: int, of_layer: int, of_input: int) -> int:
+    """Bytes of a worker's layers for the micro-batches in flight, and for the one that runs
+    backward."""
+    if recompute == "layers":
+        return IN_FLIGHT * num_layers * of_input + of_layer
+    if recompute:
+        return IN_FLIGHT * of_input + num_layers * of_layer
+    return IN_FLIGHT * num_layers * of_layer
+
+
+def train(
+    folder: Path, job: Job, accumulate: int, recompute: Recompute, sequence_length: int
+) -> list[tuple[str, int, int]]:
     """Needed and peak bytes of every process."""
     num_layers = CONFIG.num_hidden_layers
-    of_layer, of_head = activation_bytes(job)
+    of_layer, of_head = activation_bytes(job, sequence_length)
+    of_input = BATCH_SIZE // NUM_MICROBATCHES * sequence_length * CONFIG.hidden_size * 4
     with ExitStack() as stack:
         first, second = (stack.enter_context(worker_process([])) for _ in range(2))
         ranges = {
@@ -253,23 +268,28 @@ def train(folder: Path, job: Job, accumulate: int) -> list[tuple[str, int, int]]
             "worker 2": range(num_layers // 2, num_layers),
         }
         addresses = [first.address, second.address]
-        plan = plan_of(addresses, num_layers // 2, accumulate)
+        plan = plan_of(addresses, num_layers // 2, accumulate, recompute)
         before, during = (Memory({"worker 1": first, "worker 2": second}) for _ in range(2))
         fit(
             Decoder(folder / "tiny", job),
             HeteroPipelineStrategy(addresses, plan),
             [before],
             accumulate,
+            sequence_length,
         )
         start_peak_anew()
         saving = SavingMemory(folder / "saved.ckpt")
         module = Decoder(folder / "model", job)
-        fit(module, HeteroPipelineStrategy(addresses, plan), [during, saving], accumulate)
-        moving = MovingMemory(plan_of(addresses, num_layers // 2 - NUM_MOVING, accumulate))
+        callbacks = [during, saving]
+        fit(module, HeteroPipelineStrategy(addresses, plan), callbacks, accumulate, sequence_length)
+        moved_plan = plan_of(addresses, num_layers // 2 - NUM_MOVING, accumulate, recompute)
+        moving = MovingMemory(moved_plan)
         again = Decoder(folder / "model", job)
-        fit(again, HeteroPipelineStrategy(addresses, plan), [moving], accumulate)
+        fit(again, HeteroPipelineStrategy(addresses, plan), [moving], accumulate, sequence_length)
     needed = {
-        name: needed_bytes(module, layers, len(layers) * of_layer * IN_FLIGHT)
+        name: needed_bytes(
+            module, layers, in_flight_bytes(recompute, len(layers), of_layer, of_input)
+        )
         for name, layers in ranges.items()
     }
     largest = 4 * max(CONFIG.vocab_size, CONFIG.intermediate_size) * CONFIG.hidden_size
@@ -281,10 +301,14 @@ def train(folder: Path, job: Job, accumulate: int) -> list[tuple[str, int, int]]
     return [*rows, saving.row, ("coordinator, moving layers", moved, moving.peak)]
 
 
-def plan_of(addresses: list[str], num_first: int, accumulate: int) -> Plan:
+def plan_of(
+    addresses: list[str], num_first: int, accumulate: int, recompute: Recompute = False
+) -> Plan:
     """So many layers on the first worker, and the others on the second one."""
     spans = [(0, num_first), (num_first, CONFIG.num_hidden_layers)]
-    stages = [StagePlan([each], span) for each, span in zip(addresses, spans, strict=True)]
+    stages = [
+        StagePlan([each], span, recompute) for each, span in zip(addresses, spans, strict=True)
+    ]
     return Plan(stages, NUM_MICROBATCHES // accumulate, IN_FLIGHT)
 
 
@@ -312,6 +336,8 @@ def main() -> None:
         choices=[1, 2, 4],
         help="batches of an optimizer step, of which each has fewer micro-batches then",
     )
+    parser.add_argument("--recompute", default="false", choices=RECOMPUTES, help="as in a plan")
+    parser.add_argument("--tokens", type=int, default=128, help="the length of a sequence")
     parser.add_argument("--make", type=Path, help=argparse.SUPPRESS)
     parser.add_argument("--train", nargs=3, help=argparse.SUPPRESS)
     options = parser.parse_args()
@@ -323,11 +349,14 @@ def main() -> None:
     elif options.train:
         folder, name, allocator = options.train
         (job,) = (job for job in JOBS if job.name == name)
-        report(f"{name}, {allocator}", train(Path(folder), job, options.accumulate))
+        recompute = RECOMPUTES[options.recompute]
+        rows = train(Path(folder), job, options.accumulate, recompute, options.tokens)
+        report(f"{name}, {allocator}", rows)
     else:
         with tempfile.TemporaryDirectory() as folder:
             run = [sys.executable, __file__]
-            more = ["--accumulate", str(options.accumulate)]
+            more = ["--accumulate", str(options.accumulate), "--recompute", options.recompute]
+            more += ["--tokens", str(options.tokens)]
             subprocess.run([*run, "--make", folder], check=True)
             for job, (allocator, settings) in itertools.product(JOBS, ALLOCATORS.items()):
                 subprocess.run(

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from lightning_hetero.errors import PlanError
-from lightning_hetero.plan import COORDINATOR, Plan, StagePlan
+from lightning_hetero.plan import COORDINATOR, Plan, Recompute, StagePlan
 from lightning_hetero.planner.candidates import Candidate, Costs
 from lightning_hetero.planner.feasibility import candidate_with, shortages
 
@@ -53,12 +53,16 @@ class Tries:
         short = {shortage.name for shortage in shortages(found)}
         if not short:
             return found
-        stages = [
-            replace(stage, recompute=stage.recompute or bool(short & {*stage.workers}))
-            for stage in plan.stages
-        ]
-        found = candidate_with(replace(plan, stages=stages), self.costs)
-        return None if shortages(found) else found
+        ways: tuple[Recompute, ...] = (True, "layers")
+        for again in ways:
+            stages = [
+                replace(stage, recompute=again) if short & {*stage.workers} else stage
+                for stage in plan.stages
+            ]
+            found = candidate_with(replace(plan, stages=stages), self.costs)
+            if not shortages(found):
+                return found
+        return None
 
     def _changed(self, plan: Plan) -> Plan | None:
         """The plan with one change; None if the change that was drawn is not possible."""
@@ -198,7 +202,9 @@ class Tries:
         stages, stage = [*plan.stages], plan.stages[index]
         what = self.draw.choice(["recompute", "optimizer", "embedding", "coordinator"])
         if what == "recompute":
-            stages[index] = replace(stage, recompute=not stage.recompute)
+            ways: tuple[Recompute, ...] = (False, True, "layers")
+            others = [each for each in ways if each != stage.recompute]
+            stages[index] = replace(stage, recompute=self.draw.choice(others))
         elif what == "optimizer" and len(stage.workers) > 1 and not stage.is_hosted:
             stages[index] = replace(stage, optimizer=None if stage.optimizer else "split")
         elif what == "embedding" and self.costs.profile.model.embedding_may_leave:

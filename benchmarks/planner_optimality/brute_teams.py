@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from itertools import combinations, product
 from typing import NamedTuple
 
-from lightning_hetero.plan import COORDINATOR, StagePlan
+from lightning_hetero.plan import COORDINATOR, Recompute, StagePlan
 from lightning_hetero.planner.candidates import Candidate, Costs, Seat
 from lightning_hetero.planner.costs import START
 from lightning_hetero.planner.feasibility import shortages, with_parts
@@ -157,13 +157,17 @@ class BruteTeams:
     def _fitting(self, way: _Way, in_flight: int, optimizer: str) -> Candidate | None:
         """The plan with the fewest stages that recompute; None if it does not fit or if its bound
         is too high."""
-        for again in sorted(product((False, True), repeat=len(way.ranges)), key=sum):
+        own: tuple[Recompute, ...] = (False, True)
+        choices = [own, *[(*own, "layers")] * len(way.teams), own]
+        for again in sorted(product(*choices), key=lambda each: sum(map(bool, each))):
             made = self._made(way, in_flight, optimizer, again)
             if made.least_seconds < self._limit and not shortages(made):
                 return made
         return None
 
-    def _made(self, way: _Way, in_flight: int, optimizer: str, again: Sequence[bool]) -> Candidate:
+    def _made(
+        self, way: _Way, in_flight: int, optimizer: str, again: Sequence[Recompute]
+    ) -> Candidate:
         """The plan in which some stages recompute, which may not fit."""
         stages = [
             StagePlan([*team], span, shares=[*each], optimizer=_of_team(team, optimizer))
@@ -173,7 +177,9 @@ class BruteTeams:
         made = Candidate(self._costs, seats, way.micro_batches, in_flight)
         return with_parts(made, stages) if any(len(team) > 1 for team in way.teams) else made
 
-    def _seats(self, stages: Sequence[StagePlan], way: _Way, again: Sequence[bool]) -> list[Seat]:
+    def _seats(
+        self, stages: Sequence[StagePlan], way: _Way, again: Sequence[Recompute]
+    ) -> list[Seat]:
         size = self._costs.size(way.micro_batches)
         first = START if way.embedding_left else EMBEDDING
         seats = [self._seat(COORDINATOR, way.ranges[0], again[0], size, first)]
@@ -184,7 +190,7 @@ class BruteTeams:
         return [*seats, self._seat(COORDINATOR, way.ranges[-1], again[-1], size, HEAD)]
 
     def _seat(
-        self, name: str, span: tuple[int, int], again: bool, size: int, end: str | None
+        self, name: str, span: tuple[int, int], again: Recompute, size: int, end: str | None
     ) -> Seat:
         ends = () if end is None else (end,)
         holder = self._costs.holder(name, size, ends)

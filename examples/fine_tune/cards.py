@@ -259,8 +259,9 @@ def fits(profile: Profile) -> str:
     cells = []
     for name in chosen.processes:
         layers = sum(seat.num_layers for seat in chosen.seats_of(name))
-        again = any(seat.option.recompute for seat in chosen.seats_of(name) if seat.num_layers)
-        mark = " again" if again else ""
+        held = [seat.option.recompute for seat in chosen.seats_of(name) if seat.num_layers]
+        mark = " again" if any(held) else ""
+        mark = " by layers" if "layers" in held else mark
         cells.append(f"{layers}{mark}: {float(chosen.need(name).total) / GIB:.0f} GiB")
     return ", ".join(cells)
 

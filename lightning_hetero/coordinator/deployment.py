@@ -362,10 +362,13 @@ class Deployment:
         """How many micro-batches fit into a stage's memory at once without gradients.
 
         In training a stage keeps the activations of all its layers for each micro-batch in flight;
-        without gradients it keeps one layer's activations at a time.
+        without gradients it keeps one layer's activations at a time, as it does in training if it
+        recomputes by layers.
         """
         counts = [
-            len(stage.layer_indices) * (1 if stage.recompute else self.plan.max_in_flight)
+            1
+            if stage.recompute == "layers"
+            else len(stage.layer_indices) * (1 if stage.recompute else self.plan.max_in_flight)
             for stage in self.plan.remote_stages
         ]
         return min(counts, default=self.plan.micro_batches)

@@ -29,7 +29,7 @@ from ..model.tensors import (
 )
 from ..pipeline.placement import PlacedStage, Placement, deal
 from ..pipeline.stage_layers import describe_parameters
-from ..plan import COORDINATOR, Dtype, Narrowing, Plan, StagePlan
+from ..plan import COORDINATOR, Dtype, Narrowing, Plan, Recompute, StagePlan
 from ..protocol import messages as m
 from ..protocol.tensor_bytes import DTYPES, dtype_name
 from .answer_checks import HeldTensor
@@ -60,7 +60,7 @@ class RemoteStage:
     recipe: Recipe | BlocksRecipe
     layers: Mapping[int, nn.Module]
     contents: Callable[..., Iterator[tuple[str, Tensor, State]]]
-    recompute: bool
+    recompute: Recompute
     dtype: Dtype | None = None
     weights_dtype: torch.dtype | None = None
     narrowing: Narrowing = Narrowing()

@@ -8,15 +8,16 @@ state of layers. `Stage` is at the end.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import cached_property, partial
-from itertools import compress
+from itertools import compress, count
 from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
+from torch.utils.checkpoint import checkpoint
 from transformers import Cache, DynamicCache
 from transformers.cache_utils import CacheLayerMixin, DynamicLayer, DynamicSlidingWindowLayer
 
@@ -31,6 +32,7 @@ from ..model.layer_call import CacheUse, LayerCall, put_hidden, tensors_of
 from ..model.layers import EMBEDDING_LAYER, describe_layer
 from ..model.state import Stamp
 from ..model.tensors import may_have_gradient
+from ..plan import Recompute
 from .boundary import Activation, BatchNumbers, Collected, Gradients, Surroundings, leaf_of
 from .random_numbers import FIRST_TRIAL, PythonStreams, seed_action, seed_elsewhere
 from .rule import Key
@@ -384,7 +386,8 @@ class Stage:
         layers: The layers by number, with real weights.
         device: Computes the layers.
         stage_index: Number of the stage; the coordinator's part is stage 0.
-        recompute: Whether to save only the inputs, and run the forward again in the backward.
+        recompute: Whether to save only the inputs, and run the forward again in the backward; with
+            ``layers`` the inputs of each layer, to run one layer again at a time.
         seed: Seeds all dropout masks.
         dtype: The dtype of the layers' computations; None for the dtype of their input.
         compiled: Compiles the layers; None runs them uncompiled.
@@ -395,7 +398,7 @@ class Stage:
     layers: nn.ModuleDict
     device: torch.device
     stage_index: int
-    recompute: bool = False
+    recompute: Recompute = False
     seed: int = 0
     dtype: torch.dtype | None = None
     compiled: CompiledLayers | None = None
@@ -428,12 +431,13 @@ class Stage:
         if not surroundings.is_trial and surroundings.batch != self._batch:
             self._batch = surroundings.batch
             self.begin_batch()
-        keep_graph = surroundings.grad_enabled and not self.recompute
-        streams = PythonStreams() if surroundings.grad_enabled and self.recompute else None
+        keeps_input_alone = surroundings.grad_enabled and self.recompute is True
+        keep_graph = surroundings.grad_enabled and not keeps_input_alone
+        streams = PythonStreams() if keeps_input_alone else None
         with self._watching(key, surroundings):
             output = self._run_layers(key, leaf, carried, surroundings, keep_graph)
         check_entered(before)
-        if surroundings.grad_enabled and self.recompute:
+        if keeps_input_alone:
             inputs = (*entered, *self.layers.parameters())
             wanted = any(tensor.requires_grad for tensor in inputs)
             outgoing = output.map(
@@ -443,7 +447,7 @@ class Stage:
             outgoing = output.map(leaf_of)
         outgoing = Activation(outgoing.hidden, incoming.outputs + outgoing.collected)
         if outgoing.requires_grad:
-            graph, trained = (output, []) if keep_graph else (None, self._trained())
+            graph, trained = (output, []) if keep_graph else (None, _trained(self.layers))
             kinds = [kind for kind, _ in incoming.collected]
             self._saved[key] = _Saved(leaf, carried, kinds, graph, surroundings, trained, streams)
         return outgoing
@@ -467,9 +471,11 @@ class Stage:
                 for tensor, gradient in zip(output.tensors, own, strict=True)
                 if gradient is not None and tensor.requires_grad
             ]
-            torch.autograd.backward(
-                [t for t, _ in pairs], [g for _, g in pairs], retain_graph=gradients.keeps_graph
-            )
+            runs_again = self.recompute == "layers"
+            with self._watching(key, saved.surroundings, True) if runs_again else nullcontext():
+                torch.autograd.backward(
+                    [t for t, _ in pairs], [g for _, g in pairs], retain_graph=gradients.keeps_graph
+                )
         incoming = [_taken_gradient(saved.leaf)]
         others = iter(passed_on)
         for kind in saved.kinds:
@@ -485,28 +491,16 @@ class Stage:
         """Drop everything saved by forwards."""
         self._saved.clear()
 
-    def _trained(self) -> list[nn.Parameter]:
-        return [parameter for parameter in self.layers.parameters() if parameter.requires_grad]
-
     def _run_again(self, key: Key, saved: _Saved) -> Activation:
         """Run the forward again, with the parameters trained in its first run."""
-        trained_now = self._trained()
-        self._train_only(saved.trained)
-        try:
-            with (
-                self._watching(key, saved.surroundings, is_again=True),
-                saved.streams or nullcontext(),
-            ):
-                return self._run_layers(
-                    key, saved.leaf, saved.carried, saved.surroundings, keep_graph=True
-                )
-        finally:
-            self._train_only(trained_now)
-
-    def _train_only(self, parameters: Iterable[nn.Parameter]) -> None:
-        self.layers.requires_grad_(False)
-        for parameter in parameters:
-            parameter.requires_grad_()
+        with (
+            _training(self.layers, saved.trained),
+            self._watching(key, saved.surroundings, is_again=True),
+            saved.streams or nullcontext(),
+        ):
+            return self._run_layers(
+                key, saved.leaf, saved.carried, saved.surroundings, keep_graph=True
+            )
 
     def _watching(
         self, key: Key, surroundings: Surroundings, is_again: bool = False
@@ -537,9 +531,10 @@ class Stage:
         tries_backward = surroundings.is_trial and TRIED in surroundings.collect
         twins = surroundings.collect if surroundings.is_trial else ()
         answers: list[tuple[str, Tensor]] = []
+        keeps_inputs = keep_graph and self.recompute == "layers"
         dropout_step, first = surroundings.batch
         visit = key.visit % FIRST_TRIAL if surroundings.keeps_modes else key.visit
-        place = key.microbatch - first, visit
+        within_step = key.microbatch - first, visit
         with (
             torch.set_grad_enabled(keep_graph),
             self._autocast(self.dtype or surroundings.autocast_dtype),
@@ -552,19 +547,19 @@ class Stage:
                 if inside is not None:
                     hidden, call = hidden.to(inside), call.in_dtype(given, inside)
                 layer = self.layers[str(call.layer_index)]
-                call.set_modes(layer)
                 args, kwargs = self.caches.arguments(call, layer, hidden)
                 args, kwargs = put_hidden(hidden, args, kwargs, call.place)
-                arguments = GivenArguments(call)
-                seed_action(self.seed, dropout_step, call.layer_index, *place)
-                if self._has_own_code:  # torch and transformers draw from torch alone
-                    seed_elsewhere(self.seed, dropout_step, call.layer_index, *place)
-                run = layer if compiled is None or call.cache is not None else compiled.of(layer)
-                with (
-                    on_trial(layer, surroundings.keeps_modes)
-                    if surroundings.is_trial
-                    else nullcontext()
-                ):
+                arguments, before = GivenArguments(call), Stamp.of(hidden)
+                run: Call = layer
+                if compiled is not None and call.cache is None:
+                    run = compiled.of(layer)
+                place = self.seed, dropout_step, call.layer_index, *within_step
+                as_called = partial(
+                    _as_called, layer, call, surroundings, place, self._has_own_code
+                )
+                if keeps_inputs:
+                    run = _running_again(layer, run, as_called, self._has_own_code)
+                with as_called():
                     if tries_backward:
                         tried = tried_backward(layer, call, hidden)
                         answers += [(TRIED, each) for each in tried]
@@ -573,6 +568,8 @@ class Stage:
                         answers += [(kind, each) for each in answer.encoded()]
                     else:
                         tensors = tensors_of(run(*args, **kwargs), layer, call)
+                    if keeps_inputs and own_call is not surroundings.calls[0]:
+                        _check_input(before, call.layer_index, layer)
                     hidden = along.take(tensors, call)
                 arguments.check(layer)
                 if call.layer_index == EMBEDDING_LAYER:
@@ -593,6 +590,98 @@ class Stage:
             return nullcontext()
         # Without a cache, as in Lightning: a cached cast of a weight would outlive its next step.
         return torch.autocast(self.device.type, dtype=dtype, cache_enabled=False)
+
+
+@contextmanager
+def _as_called(
+    layer: nn.Module,
+    call: LayerCall,
+    surroundings: Surroundings,
+    place: tuple[int, ...],
+    has_own_code: bool,
+) -> Iterator[None]:
+    """Inside, a layer is in the modes of its call, and draws the random numbers of its place: seed,
+    step, layer, micro-batch and visit."""
+    call.set_modes(layer)
+    seed_action(*place)
+    if has_own_code:  # torch and transformers draw from torch alone
+        seed_elsewhere(*place)
+    with (
+        making(surroundings.default_dtype),
+        on_trial(layer, surroundings.keeps_modes) if surroundings.is_trial else nullcontext(),
+    ):
+        yield
+
+
+def _running_again(
+    layer: nn.Module,
+    run: Call,
+    as_called: Callable[[], AbstractContextManager[None]],
+    has_own_code: bool,
+) -> Call:
+    """A call of a layer that keeps only its arguments, and runs again in the backward.
+
+    Its graph is the layer's own without the saved tensors, so gradients are summed in the same
+    order. It must not refer to the stage: the collector cannot see through a graph.
+    """
+    trained, runs = _trained(layer), count()
+
+    def run_or_run_again(names: Sequence[str], *values: Any) -> Any:
+        num = len(values) - len(names)
+        with ExitStack() as inside:
+            if next(runs) > 0:
+                inside.enter_context(_training(layer, trained))
+                inside.enter_context(PythonStreams())
+                inside.enter_context(as_called())
+            return run(*values[:num], **dict(zip(names, values[num:], strict=True)))
+
+    def keep_arguments(*args: Any, **kwargs: Any) -> Any:
+        return checkpoint(
+            run_or_run_again,
+            [*kwargs],  # an argument's name may be one of the options below
+            *args,
+            *kwargs.values(),
+            use_reentrant=False,
+            preserve_rng_state=False,  # the place seeds both runs
+            early_stop=not has_own_code,  # the end of own code may put back what it has changed
+        )
+
+    return keep_arguments
+
+
+def _trained(layers: nn.Module) -> list[nn.Parameter]:
+    return [parameter for parameter in layers.parameters() if parameter.requires_grad]
+
+
+@contextmanager
+def _training(layers: nn.Module, parameters: Iterable[nn.Parameter]) -> Iterator[None]:
+    """Inside, only these parameters of layers train, as in the first run of their forward."""
+
+    def train_only(trained: Iterable[nn.Parameter]) -> None:
+        layers.requires_grad_(False)
+        for parameter in trained:
+            parameter.requires_grad_()
+
+    now = _trained(layers)
+    train_only(parameters)
+    try:
+        yield
+    finally:
+        train_only(now)
+
+
+def _check_input(before: Stamp, number: int, layer: nn.Module) -> None:
+    """Refuse a layer that has changed its input in place, because it could not run again.
+
+    Raises:
+        ModelError: With the remedies.
+    """
+    if before.has_changed:
+        raise ModelError(
+            f"{describe_layer(number).capitalize()} ({type(layer).__name__}) changes its hidden "
+            "states in place, and `recompute: layers` keeps them to run the layer again. Write "
+            "`x = x + y` for `x += y`, or `recompute: true` into the plan."
+        )
 
 
 class Along:

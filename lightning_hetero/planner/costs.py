@@ -19,7 +19,7 @@ from typing import NamedTuple, get_args
 import numpy as np
 import numpy.typing as npt
 
-from ..plan import BYTES_PER_NUMBER, COORDINATOR, Dtype, Narrowing, WireDtype
+from ..plan import BYTES_PER_NUMBER, COORDINATOR, Dtype, Narrowing, Recompute, WireDtype
 from .layer_split import Matrix
 from .profile import EMBEDDING, ENDS, HEAD, DeviceProfile, ModelProfile
 from .step_model import Speed
@@ -29,6 +29,8 @@ KEPT_FREE = 0.05
 
 START = "start"
 """The coordinator's part before the first layer, without the embedding."""
+
+_RECOMPUTES: tuple[Recompute, ...] = (False, True, "layers")
 
 Numbers = float | npt.NDArray[np.float64]
 Index = int | npt.NDArray[np.int64]
@@ -160,16 +162,31 @@ class Option:
     """One way in which a device may run layers: a dtype, with or without recomputation."""
 
     def __init__(
-        self, device: DeviceProfile, model: ModelProfile, size: int, dtype: Dtype, recompute: bool
+        self,
+        device: DeviceProfile,
+        model: ModelProfile,
+        size: int,
+        dtype: Dtype,
+        recompute: Recompute,
     ) -> None:
         self.dtype = dtype
         self.recompute = recompute
-        costs = {kind: cost_at(device, kind, dtype, recompute, size) for kind in model.kinds}
+        runs_again = bool(recompute)
+        costs = {kind: cost_at(device, kind, dtype, runs_again, size) for kind in model.kinds}
         plain = {kind: cost_at(device, kind, dtype, False, size) for kind in model.kinds}
         known = [costs[kind] or _NO_COST for kind in model.layers]
         self.forward = _sums(cost.forward_seconds for cost in known)
         self.backward = _sums(cost.backward_seconds for cost in known)
         self.saved = _sums((plain[kind] or _NO_COST).saved_bytes for kind in model.layers)
+        most_saved = max((cost.saved_bytes for cost in plain.values() if cost), default=0.0)
+        # Between its layers a stage has its own dtype.
+        widened = max(1.0, BYTES_PER_NUMBER[dtype] / BYTES_PER_NUMBER[model.dtype])
+        self.input_bytes = model.activation_bytes_per_sample * size * widened
+        # For a layer the whole stage keeps its saved bytes once, and "layers" the layer's input for
+        # each micro-batch: with this many in flight or more it saves nothing.
+        self.useful_below = (
+            most_saved / max(self.input_bytes, 1) if recompute == "layers" else np.inf
+        )
         self._unknown = _sums(costs[kind] is None for kind in model.layers)
         parts = [model.part(kind) for kind in model.layers]
         self.weights = _sums(
@@ -194,7 +211,7 @@ class Option:
 
     def peak(self, first: Index, end: Index) -> Numbers:
         """The peak of one layer's action, including its saved bytes."""
-        return self._most(first, end, lambda cost: cost.peak_bytes)
+        return self._most(first, end, lambda cost: max(cost.peak_bytes, cost.saved_bytes))
 
     def _most(self, first: Index, end: Index, bytes_of: Callable[[Cost], float]) -> Numbers:
         most: Numbers = 0.0
@@ -249,17 +266,19 @@ class Holder:
         self._loss_waits = loss_waits
         self._least_kept = least_kept
         self._matrices: dict[int, tuple[Matrix, npt.NDArray[np.int8]]] = {}
-        self._options: dict[tuple[Dtype, bool], Option] = {}
+        self._options: dict[tuple[Dtype, Recompute], Option] = {}
 
     @cached_property
     def options(self) -> list[Option]:
-        """The allowed dtypes, each without and with recomputation. A stage with an end computes in
-        the user's precision."""
+        """The allowed dtypes, each without and with recomputation: on workers of the stage as a
+        whole or by layers, on the coordinator by layers only. A stage with an end computes in the
+        user's precision."""
         dtypes = [] if self.ends else allowed_dtypes(self.device, self._model, self._size)
         dtypes = dtypes or [self._model.dtype]
-        return [self.option(dtype, again) for dtype in dtypes for again in (False, True)]
+        ways: tuple[Recompute, ...] = (False, True) if self.is_coordinator else _RECOMPUTES
+        return [self.option(dtype, again) for dtype in dtypes for again in ways]
 
-    def option(self, dtype: Dtype, recompute: bool) -> Option:
+    def option(self, dtype: Dtype, recompute: Recompute) -> Option:
         """Any option; the seconds of an unmeasured one are infinite."""
         if (dtype, recompute) not in self._options:
             made = Option(self.device, self._model, self._size, dtype, recompute)
@@ -363,7 +382,11 @@ class Holder:
         """For every possible stage the seconds and the index of the fastest option with enough
         memory."""
         if in_flight not in self._matrices:
-            ways = [self.matrix_of(option, in_flight) for option in self.options]
+            ways: list[Matrix] = []
+            for option in self.options:
+                # Recomputing by layers takes as long as the way before it, the whole stage.
+                is_useful = max(in_flight, self._least_kept) < option.useful_below
+                ways.append(self.matrix_of(option, in_flight) if is_useful else ways[-1])
             self._matrices[in_flight] = fastest_of(ways)
         return self._matrices[in_flight]
 
@@ -376,29 +399,31 @@ class Holder:
         if HEAD in self.ends:
             # Returned activations wait for the coordinator.
             kept = kept + activation + self._model.tied_gradient_bytes
-        return kept if self._recomputes_stage(option) else kept + self.before_layers.saved_bytes
+        runs_again = option.recompute and not self.is_coordinator  # it keeps its embedding's graph
+        return kept if runs_again else kept + self.before_layers.saved_bytes
 
     def _recomputes_stage(self, option: Option) -> bool:
-        """Whether the stage keeps only its input, as workers do; the coordinator keeps the input of
-        each of its layers."""
-        return option.recompute and not self.is_coordinator
+        """Whether the stage keeps only its input; the coordinator, and a stage that recomputes by
+        layers, keep the input of each layer."""
+        return option.recompute is True and not self.is_coordinator
 
     def _graph(self, option: Option, first: Index, end: Index) -> Numbers:
         """The bytes that the layers keep for the backward of a micro-batch."""
         if not option.recompute:
             return _over(option.saved, first, end)
-        activation = self._model.activation_bytes_per_sample * self._size
         inputs = np.subtract(end, first)
-        if self._recomputes_stage(option):
-            # Token ids, the input of the embedding, are tiny.
-            inputs = np.minimum(inputs, 0 if EMBEDDING in self.ends else 1)
+        if not self._recomputes_stage(option):
+            return option.input_bytes * np.asarray(inputs, np.float64)
+        activation = self._model.activation_bytes_per_sample * self._size
+        # Token ids, the input of the embedding, are tiny.
+        inputs = np.minimum(inputs, 0 if EMBEDDING in self.ends else 1)
         return activation * np.asarray(inputs, np.float64)
 
     def _working(self, option: Option, first: Index, end: Index) -> Numbers:
         """The temporary bytes of one action."""
         if not option.recompute:
             working = option.scratch(first, end)
-        elif self.is_coordinator:
+        elif not self._recomputes_stage(option):
             working = option.peak(first, end)
         else:
             # The backward recomputes the graph of all layers of the stage.

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from ..errors import PlanError
-from ..plan import COORDINATOR, Plan, StagePlan
+from ..plan import COORDINATOR, Plan, Recompute, StagePlan
 from ..units import in_bytes, in_layers
 from .candidates import Candidate, Costs, Seat, as_replicas
 from .costs import START, BothEnds, Holder
@@ -161,7 +161,7 @@ class Shortage:
         name: The device.
         layers: The number of its layers.
         short_bytes: The missing bytes; infinite if the device was not measured for these layers.
-        fits_with_recompute: Whether recomputation alone would help.
+        fits_with_recompute: The recomputation that alone would help; False if none does.
         excess_layers: Number of layers to move so that the others fit; 0 if moving does not help.
         measured: The wanted and the measured dtypes, in words; empty if only memory is short.
     """
@@ -169,7 +169,7 @@ class Shortage:
     name: str
     layers: int
     short_bytes: float
-    fits_with_recompute: bool
+    fits_with_recompute: Recompute
     excess_layers: int
     measured: str = ""
 
@@ -181,7 +181,8 @@ class Shortage:
                 f"`{self.name}` was not measured with these layers, this dtype and this "
                 f"micro-batch size{self.measured}; move its layers, or measure again."
             )
-        remedies = ["recompute there"] if self.fits_with_recompute else []
+        by_layers = " by layers" if self.fits_with_recompute == "layers" else ""
+        remedies = [f"recompute there{by_layers}"] if self.fits_with_recompute else []
         if self.excess_layers > 0:
             remedies.append(f"move {in_layers(self.excess_layers)}")
         remedies = remedies or ["use more micro-batches or fewer in flight"]
@@ -209,13 +210,19 @@ def _shortage(candidate: Candidate, name: str) -> Shortage | None:
     short = short_bytes(seats)
     if short <= 0:
         return None
-    again = [replace(s, option=h.option(s.option.dtype, recompute=True)) for h, s in pairs]
+
+    def fits_with(recompute: Recompute) -> bool:
+        tried = [replace(s, option=h.option(s.option.dtype, recompute)) for h, s in pairs]
+        return short_bytes(tried) <= 0
+
     excess = 0
     for number in range(1, num_layers + 1):
         if short_bytes(_without_layers(seats, number)) <= 0:
             excess = number
             break
-    return Shortage(name, num_layers, short, short_bytes(again) <= 0, excess)
+    ways: tuple[Recompute, ...] = (True, "layers")
+    again = next(filter(fits_with, ways), False)
+    return Shortage(name, num_layers, short, again, excess)
 
 
 def _what_was_measured(candidate: Candidate, seats: Sequence[Seat]) -> str:

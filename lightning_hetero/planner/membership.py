@@ -59,7 +59,7 @@ def joined(plan: Plan, profile: Profile, name: str, keeps_own: bool = False) -> 
         # Each replica has at least one micro-batch of the window.
         wider = _with_replica(plan, name, before.micro_batches)
         return _change(before_seconds, _with_best_shares(wider, profile))
-    for recompute in (False, True):
+    for recompute in (False, True, "layers"):
         starts = [*_inserted(plan, StagePlan([name], (0, 0), recompute=recompute))]
         found = _fastest(starts, profile, keeps_own)
         if found is not None:

@@ -375,7 +375,7 @@ class Present:
 def _ways(plan: Plan, name: str) -> set[tuple[Dtype, bool]]:
     """The dtype and the recomputation of each stage of a process."""
     stages = [stage for stage in plan.stages if name in stage.workers]
-    return {(stage.dtype or "float32", stage.recompute) for stage in stages}
+    return {(stage.dtype or "float32", bool(stage.recompute)) for stage in stages}
 
 
 def _timing(part: str, seconds: float, dtype: Dtype = "float32", recompute: bool = False) -> Timing:

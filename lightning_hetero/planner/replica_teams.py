@@ -21,7 +21,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from ..plan import COORDINATOR, Dtype, ReplicaOptimizer, most_started
+from ..plan import COORDINATOR, Dtype, Recompute, ReplicaOptimizer, most_started
 from .candidates import Costs, Range
 from .costs import BothEnds, Holder, Index, Need, Numbers, fastest_of
 from .layer_split import Matrix, only
@@ -45,7 +45,7 @@ class Way(NamedTuple):
     """How all replicas of a team run their layers."""
 
     dtype: Dtype
-    recompute: bool
+    recompute: Recompute
     optimizer: ReplicaOptimizer | None
 
 
@@ -63,6 +63,18 @@ class TeamTable(NamedTuple):
     ways: Sequence[Way] = ()
     exchange_seconds: Matrix = _NOTHING
     chosen: npt.NDArray[np.int8] = _NOTHING_CHOSEN
+
+
+class _Dealt(NamedTuple):
+    """The micro-batches of every possible stage, dealt to the replicas.
+
+    Args:
+        seconds: As in a `TeamTable`, before memory is asked for.
+        counts: The micro-batches of each replica.
+    """
+
+    seconds: Matrix
+    counts: Counts
 
 
 class TeamRequest(NamedTuple):
@@ -126,7 +138,9 @@ class Tables:
         first, end = self._stages(request)
         found = []
         for way in ways:
-            found.append(self._seconds(request, holders, way, first, end))
+            if way.recompute != "layers":  # it takes as long as the way before it
+                dealt = self._dealt(request, holders, way, first, end)
+            found.append(self._fitting(request, holders, way, dealt, first, end))
             if way.dtype == ways[-1].dtype and np.isfinite(found[-1]).all():
                 break  # The others are slower, and save memory only.
         seconds, chosen = fastest_of(found)
@@ -179,9 +193,9 @@ class Tables:
             found.append(0.0 if name == COORDINATOR else max(media.values()))
         return found
 
-    def _seconds(
+    def _dealt(
         self, request: TeamRequest, holders: Sequence[Holder], way: Way, first: Index, end: Index
-    ) -> Matrix:
+    ) -> _Dealt:
         options = [holder.option(way.dtype, way.recompute) for holder in holders]
         pairs = list(zip(holders, options, strict=True))
         hops = self.hop_seconds(request)
@@ -196,15 +210,31 @@ class Tables:
         is_possible = np.isfinite(each).all(axis=0) & math.isfinite(fixed.max())
         # A replica without micro-batches would only cost memory and an exchange.
         if request.micro_batches < len(holders) or not is_possible.any():
-            return np.full(each.shape[1:], np.inf)
+            return _Dealt(np.full(each.shape[1:], np.inf), np.zeros_like(each, np.int64))
         each = np.where(is_possible, each, 1.0)
         counts = whole_counts(each, request.micro_batches, fixed)
-        ends = fixed + counts * each
-        for index, (holder, option) in enumerate(pairs):
-            most = self._in_flight(request, index, counts)
+        seconds = (fixed + counts * each).max(axis=0) / request.micro_batches
+        return _Dealt(np.where(is_possible, seconds, np.inf), counts)
+
+    def _fitting(
+        self,
+        request: TeamRequest,
+        holders: Sequence[Holder],
+        way: Way,
+        dealt: _Dealt,
+        first: Index,
+        end: Index,
+    ) -> Matrix:
+        """The seconds; infinite where the layers do not fit."""
+        is_possible = np.isfinite(dealt.seconds)
+        if not is_possible.any():
+            return dealt.seconds
+        for index, holder in enumerate(holders):
+            option = holder.option(way.dtype, way.recompute)
+            most = self._in_flight(request, index, dealt.counts)
             need = holder.need(option, first, end, most)
             is_possible &= self._need(request, index, way, need, most).total <= holder.usable_bytes
-        return np.where(is_possible, ends.max(axis=0) / request.micro_batches, np.inf)
+        return np.where(is_possible, dealt.seconds, np.inf)
 
     def _in_flight(self, request: TeamRequest, index: int, counts: Counts) -> Numbers:
         """The most micro-batches in flight on a replica, by its counts."""
@@ -262,6 +292,7 @@ def _ways(holders: Sequence[Holder], request: TeamRequest) -> Iterator[Way]:
     """The ways that all replicas can run. Replicas on workers each step a part of the parameters:
     this is never slower and takes the least memory."""
     common = [[(option.dtype, option.recompute) for option in h.options] for h in holders]
-    for dtype, recompute in common[0]:
-        if all((dtype, recompute) in other for other in common):
+    for dtype, recompute in max(common, key=len):
+        # The coordinator recomputes by layers, and its options say no more than that.
+        if all((dtype, bool(recompute)) in other for other in common):
             yield Way(dtype, recompute, None if request.is_hosted else "split")

@@ -22,7 +22,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from ..plan import COORDINATOR, Dtype, most_started
+from ..plan import COORDINATOR, Dtype, Recompute, most_started
 from .costs import Holder, Numbers, Option
 from .profile import EMBEDDING
 from .replica_teams import Tables
@@ -86,6 +86,7 @@ class _Column:
     kept_bytes: list[float]
     optimizer_seconds: list[float]
     usable_bytes: float
+    useful_below: float
 
     def fits(self, layers: int, part: float, in_flight: int) -> bool:
         """Whether this many layers fit, with a part of the optimizer."""
@@ -95,7 +96,7 @@ class _Column:
         return need + in_flight * self.kept_bytes[layers] <= self.usable_bytes
 
 
-_Columns = dict[tuple[Dtype, bool], _Column]
+_Columns = dict[tuple[Dtype, Recompute], _Column]
 """By dtype and recomputation."""
 
 
@@ -118,6 +119,7 @@ def _column(holder: Holder, option: Option) -> _Column:
         listed(need.in_flight),
         [holder.optimizer_seconds(0, count) for count in range(num)],
         holder.usable_bytes,
+        option.useful_below,
     )
 
 
@@ -207,7 +209,10 @@ class Estimates:
             return NOT_FITTING
         columns = [self._columns_of(name, outline.micro_batches, has_embedding) for name in team]
         for way in columns[0]:
-            if all(way in each for each in columns):
+            is_lone_and_useless = (
+                len(team) == 1 and outline.in_flight >= columns[0][way].useful_below
+            )
+            if all(way in each for each in columns) and not is_lone_and_useless:
                 found = self._of_way([each[way] for each in columns], layers, outline)
                 if found is not None:
                     exchange = self._tables.exchange_seconds_per_layer(team) * layers

@@ -14,7 +14,7 @@ from rich.table import Column, Table
 from rich.text import Text
 
 from ..pipeline.placement import Placement
-from ..plan import COORDINATOR
+from ..plan import COORDINATOR, Recompute
 from ..units import (
     in_bytes,
     in_duration,
@@ -49,6 +49,11 @@ BY_PIPELINE = "this plan's stages, with the time to fill and drain the pipeline,
 # Bounds with a smaller relative difference are the same bound.
 _ALIKE = 0.001
 _A_MILLION = 1_000_000
+_RECOMPUTED: dict[Recompute, str] = {
+    False: "",
+    True: " recompute",
+    "layers": " recompute by layers",
+}
 
 COLUMNS = ("worker", "device", "layers", "dtype", "memory", "forward", "backward", "link", "busy")
 
@@ -641,7 +646,7 @@ def _cells(stage: StageVerdict, has_embedding: bool) -> list[str]:
         stage.device.name,
         stage.device.device,
         _layers_text(stage, has_embedding),
-        stage.option.dtype + (" recompute" if stage.option.recompute else ""),
+        stage.option.dtype + _RECOMPUTED[stage.option.recompute],
         memory if not stage.is_another else "as above",
         in_duration(stage.forward_seconds),
         in_duration(stage.backward_seconds),

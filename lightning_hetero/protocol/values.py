@@ -20,7 +20,7 @@ import msgspec
 from torch import Tensor
 
 from ..errors import LocalProtocolError, ModelError, RemoteProtocolError
-from ..plan import Dtype, WireDtype
+from ..plan import Dtype, Recompute, WireDtype
 from .fields import Count, LayerNumber, Name, Text
 from .tensor_bytes import DTYPES, TensorSpec, dtype_name, tensor_bytes
 
@@ -265,7 +265,7 @@ class StageSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         number: The stage's number, from 1 on.
         recipe: How to build the layers, as JSON.
         parameters: The tensors of the layers.
-        recompute: Whether its forwards run again in the backward.
+        recompute: Whether its forwards run again in the backward, as in a plan.
         dtype: The dtype of the stage's computations; None for its input's.
         activation_dtype: The dtype to which the stage rounds the activations it sends.
         gradient_dtype: The dtype to which the stage rounds the gradients it sends.
@@ -281,7 +281,7 @@ class StageSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     number: Annotated[int, msgspec.Meta(ge=1, le=2**20)]
     recipe: Text
     parameters: list[ParameterSpec]
-    recompute: bool
+    recompute: Recompute
     dtype: Dtype | None = None
     activation_dtype: WireDtype | None = None
     gradient_dtype: WireDtype | None = None

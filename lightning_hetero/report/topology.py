@@ -66,7 +66,8 @@ class DrawnPlace:
         ranges: Its layers; empty for a worker without layers at present.
         memory: The memory of the device.
         marks: Special properties: ``embedding`` (the place holds it), ``4-bit``, ``frozen``,
-            ``recomputed``, ``float16``; with the stages if it is not true of all stages.
+            ``recomputed``, ``recomputed by layers``, ``float16``; with the stages if it is not true
+            of all stages.
         identity: Equal for all processes on one machine; empty if it is unknown.
     """
 
@@ -403,7 +404,8 @@ def _place(name: str, number: int, ranges: Ranges, plan: Plan) -> DrawnPlace:
 
 def _marks_of_stage(stage: StagePlan) -> list[str]:
     marks = [EMBEDDING] if stage.embedding else []
-    marks += ["recomputed"] if stage.recompute else []
+    by_layers = " by layers" if stage.recompute == "layers" else ""
+    marks += [f"recomputed{by_layers}"] if stage.recompute else []
     return marks + ([stage.dtype] if stage.dtype else [])
 
 

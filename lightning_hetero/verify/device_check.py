@@ -237,6 +237,7 @@ def losses(bench: TrainingBench) -> Iterator[CheckFinding]:
         found = bench.train(here, bench.strategy(there))
         yield _compared(f"coordinator on {here}, worker on {there}", found, alone[here], TOLERANCE)
     yield _beside_alone("the same, with recompute", bench, recompute=True)
+    yield _beside_alone("the same, with recompute by layers", bench, recompute="layers")
 
 
 def bits(bench: TrainingBench) -> Iterator[CheckFinding]:

@@ -85,7 +85,7 @@ logger = logging.getLogger(__name__)
 _MOST_TEXT = 2**16
 _IF_MEMORY_IS_SHORT = (
     " (to need less memory: use more `micro_batches`, as each is smaller; a smaller `in_flight`; "
-    "`recompute: true` for this stage; or fewer layers on this worker)"
+    "`recompute: true` or `recompute: layers` for this stage; or fewer layers on this worker)"
 )
 # The names of a run's sessions begin alike. A process that knows a whole name could join.
 _MOST_OF_NAME = 8

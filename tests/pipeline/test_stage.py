@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 import copy
+import gc
 import random
+import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
 from transformers.utils.output_capturing import install_output_capuring_hook
 
 from lightning_hetero.errors import ModelError
 from lightning_hetero.model.captured_outputs import collecting, install_hooks
+from lightning_hetero.model.carried_tensors import Carried
 from lightning_hetero.model.layer_call import LayerCall
 from lightning_hetero.pipeline.boundary import (
     Activation,
@@ -26,6 +30,7 @@ from lightning_hetero.pipeline.boundary import (
 )
 from lightning_hetero.pipeline.rule import Key
 from lightning_hetero.pipeline.stage import Stage
+from lightning_hetero.plan import Recompute
 
 from ..families import tiny_model
 
@@ -87,8 +92,8 @@ def forward_and_backward(stage: Stage, around: Surroundings, key: Key = FIRST) -
     return Trip(output, gradient, [p.grad for p in stage.layers.parameters()])
 
 
-@pytest.mark.parametrize("recompute", [False, True])
-def test_forward_and_backward_are_bit_equal_to_the_layers_own(recompute: bool) -> None:
+@pytest.mark.parametrize("recompute", [False, True, "layers"])
+def test_forward_and_backward_are_bit_equal_to_the_layers_own(recompute: Recompute) -> None:
     torch.manual_seed(0)
     modules = [Scaled(), Scaled()]
     plain = copy.deepcopy(modules)
@@ -105,8 +110,8 @@ def test_forward_and_backward_are_bit_equal_to_the_layers_own(recompute: bool) -
     torch.testing.assert_close(found.gradients, gradients, rtol=0, atol=0)
 
 
-@pytest.mark.parametrize("recompute", [False, True])
-def test_autocast_holds_in_the_forward_and_when_it_runs_again(recompute: bool) -> None:
+@pytest.mark.parametrize("recompute", [False, True, "layers"])
+def test_autocast_holds_in_the_forward_and_when_it_runs_again(recompute: Recompute) -> None:
     around = replace(surroundings(*plain_calls(2)), autocast_dtype=torch.bfloat16)
     found = forward_and_backward(stage_of(linear(0), linear(1), recompute=recompute), around)
     expected = forward_and_backward(stage_of(linear(0), linear(1)), around)
@@ -122,13 +127,13 @@ def test_what_is_sent_on_is_cut_from_the_graph() -> None:
     assert output.requires_grad
 
 
-@pytest.mark.parametrize("recompute", [False, True])
+@pytest.mark.parametrize("recompute", [False, True, "layers"])
 @pytest.mark.parametrize(
     ("is_frozen", "input_wants_gradient", "wanted"),
     [(False, False, True), (False, True, True), (True, True, True), (True, False, False)],
 )
 def test_a_gradient_is_wanted_if_the_input_or_a_weight_wants_one(
-    recompute: bool, is_frozen: bool, input_wants_gradient: bool, wanted: bool
+    recompute: Recompute, is_frozen: bool, input_wants_gradient: bool, wanted: bool
 ) -> None:
     layer = linear().requires_grad_(not is_frozen)
     stage = stage_of(layer, recompute=recompute)
@@ -214,16 +219,17 @@ def test_every_place_draws_its_own_dropout_mask(place: dict[str, Any]) -> None:
 
 
 def test_a_forward_that_runs_again_draws_the_same_dropout_mask() -> None:
-    found, expected = (
+    *found, expected = (
         forward_and_backward(
             stage_of(linear(), nn.Dropout(0.5), recompute=recompute),
             surroundings(*plain_calls(2)),
             Key(3, 1),
         )
-        for recompute in (True, False)
+        for recompute in (True, "layers", False)
     )
-    assert torch.equal(found.output, expected.output)
-    torch.testing.assert_close(found.gradients, expected.gradients, rtol=0, atol=0)
+    for each in found:
+        assert torch.equal(each.output, expected.output)
+        torch.testing.assert_close(each.gradients, expected.gradients, rtol=0, atol=0)
 
 
 def draw_one(source: str) -> float:
@@ -241,10 +247,13 @@ class Scaling(nn.Linear):
         return super().forward(hidden) * draw_one(self.source)
 
 
+@pytest.mark.parametrize("recompute", [True, "layers"])
 @pytest.mark.parametrize("source", ["random", "numpy.random"])
-def test_a_forward_that_runs_again_draws_the_same_elsewhere_too(source: str) -> None:
+def test_a_forward_that_runs_again_draws_the_same_elsewhere_too(
+    source: str, recompute: Recompute
+) -> None:
     layer = Scaling(source)
-    stage = stage_of(layer, recompute=True)
+    stage = stage_of(layer, recompute=recompute)
     outputs = [stage.forward(Key(n), wanting(), surroundings(*plain_calls(1))) for n in (0, 1)]
     drawn = draw_one(source)
     for n in (0, 1):
@@ -316,7 +325,7 @@ def test_another_form_than_the_model_was_given_is_refused(
 ARGUMENTS = {"position_embeddings": (torch.ones(1, 3, 8), torch.zeros(1, 3, 8))}
 
 
-def experts_stage(recompute: bool = False) -> Stage:
+def experts_stage(recompute: Recompute = False) -> Stage:
     """The last two layers of a Mixtral that collects router logits."""
     model = tiny_model("mixtral")
     names = ["model.layers.2", "model.layers.3"]
@@ -359,7 +368,9 @@ def test_a_stage_collects_nothing_that_is_not_wanted() -> None:
     assert len(output.collected) == 1
 
 
-def gradients_with(recompute: bool, used: Sequence[int]) -> tuple[Gradients, list[Tensor | None]]:
+def gradients_with(
+    recompute: Recompute, used: Sequence[int]
+) -> tuple[Gradients, list[Tensor | None]]:
     """A stage's gradients if only these of its outgoing tensors have one."""
     stage, around = experts_stage(recompute), collecting_calls("router_logits")
     output = stage.forward(FIRST, before_it(), around)
@@ -388,18 +399,18 @@ def plain_gradients(used: Sequence[int]) -> tuple[Gradients, list[Tensor | None]
     return gradients, [p.grad for p in stage.layers.parameters()]
 
 
-@pytest.mark.parametrize("recompute", [False, True])
+@pytest.mark.parametrize("recompute", [False, True, "layers"])
 @pytest.mark.parametrize("used", [(0,), (1,), (2,), (3,), (0, 1, 2, 3), (1, 3)], ids=str)
 def test_gradients_of_collected_outputs_reach_the_weights_and_the_stages_before(
-    recompute: bool, used: tuple[int, ...]
+    recompute: Recompute, used: tuple[int, ...]
 ) -> None:
     found, expected = gradients_with(recompute, used), plain_gradients(used)
     torch.testing.assert_close(found[0].tensors, expected[0].tensors)
     torch.testing.assert_close(found[1], expected[1])
 
 
-@pytest.mark.parametrize("recompute", [False, True])
-def test_gradients_pass_a_stage_that_has_nothing_to_learn(recompute: bool) -> None:
+@pytest.mark.parametrize("recompute", [False, True, "layers"])
+def test_gradients_pass_a_stage_that_has_nothing_to_learn(recompute: Recompute) -> None:
     stage = stage_of(linear().requires_grad_(False), recompute=recompute)
     logits = torch.ones(3, 2, requires_grad=True)
     incoming = Activation(torch.ones(1, 4), (Collected("router_logits", logits),))
@@ -424,8 +435,8 @@ class Choosing(nn.Module):
         return hidden
 
 
-@pytest.mark.parametrize("recompute", [False, True])
-def test_collected_whole_numbers_need_no_gradient(recompute: bool) -> None:
+@pytest.mark.parametrize("recompute", [False, True, "layers"])
+def test_collected_whole_numbers_need_no_gradient(recompute: Recompute) -> None:
     stage = stage_of(Choosing(), recompute=recompute)
     around = replace(surroundings(*plain_calls(1)), collect=["choices"])
     output = stage.forward(FIRST, wanting(), around)
@@ -450,3 +461,124 @@ def test_a_gradient_for_what_turns_out_to_be_detached_is_left_alone() -> None:
     assert stage.backward(FIRST, Gradients((None, *ONES))) == Gradients((None,))
     stage.forward(FIRST, wanting(), around)
     assert stage.backward(FIRST, Gradients((*ONES, *ONES))).tensors[0] is not None
+
+
+class Halving(nn.Module):
+    """Changes its hidden states in place."""
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return hidden.mul_(0.5)
+
+
+def test_a_layer_that_changes_its_input_in_place_does_not_run_again_alone() -> None:
+    stage = stage_of(linear(), Halving(), recompute="layers")
+    with pytest.raises(ModelError, match=r"Layer 4 \(Halving\) changes .*`recompute: true`"):
+        stage.forward(FIRST, wanting(), surroundings(*plain_calls(2)))
+    found, expected = (
+        forward_and_backward(
+            stage_of(linear(), Halving(), recompute=again), surroundings(*plain_calls(2))
+        )
+        for again in (True, False)
+    )
+    assert torch.equal(found.output, expected.output)
+    torch.testing.assert_close(found.gradients, expected.gradients, rtol=0, atol=0)
+
+
+class Attending(nn.Module):
+    """Uses an argument twice, as keys and as values."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.keys, self.values = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, hidden: Tensor, others: Tensor) -> Tensor:
+        weights = (hidden @ self.keys(others).T).softmax(-1)
+        return hidden + weights @ self.values(others)
+
+
+def shared_gradient(recompute: Recompute) -> list[Tensor | None]:
+    """The gradients of hidden states that are an argument of each of six layers too."""
+    torch.manual_seed(0)
+    stage = stage_of(*(Attending() for _ in range(6)), recompute=recompute)
+    calls = [LayerCall(3 + i, True, (), {"others": Carried("states")}) for i in range(6)]
+    around = replace(surroundings(*calls), entering="states")
+    trip = forward_and_backward(stage, around)
+    return [trip.input_gradient, *trip.gradients]
+
+
+@pytest.mark.parametrize("recompute", [True, "layers"])
+def test_gradients_of_a_tensor_of_all_layers_are_summed_in_one_order(recompute: Recompute) -> None:
+    found, expected = shared_gradient(recompute), shared_gradient(False)
+    torch.testing.assert_close(found, expected, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("recompute", [False, True, "layers"])
+def test_a_kept_graph_runs_backward_twice(recompute: Recompute) -> None:
+    stage = stage_of(linear(0), nn.Dropout(0.5), linear(1), recompute=recompute)
+    stage.forward(FIRST, wanting(), surroundings(*plain_calls(3)))
+    once = stage.backward(FIRST, Gradients(ONES, keeps_graph=True)).tensors
+    assert stage.has_saved(0)
+    [again] = stage.backward(FIRST, Gradients(ONES)).tensors
+    assert again is not None
+    assert torch.equal(again, once[0])
+
+
+@pytest.mark.parametrize("recompute", [False, True, "layers"])
+def test_what_was_frozen_after_the_forward_gets_no_gradient(recompute: Recompute) -> None:
+    first, second = linear(0), linear(1)
+    stage = stage_of(first, second, recompute=recompute)
+    stage.forward(FIRST, wanting(), surroundings(*plain_calls(2)))
+    second.requires_grad_(False)
+    stage.backward(FIRST, Gradients(ONES))
+    assert first.weight.grad is not None
+    assert second.weight.grad is None
+    assert not second.weight.requires_grad
+
+
+def test_a_stage_with_saved_inputs_is_freed_with_its_layers() -> None:
+    layer = linear()
+    stage = stage_of(layer, linear(1), recompute="layers")
+    stage.forward(FIRST, wanting(), surroundings(*plain_calls(2)))
+    freed = weakref.ref(layer)
+    del stage, layer
+    gc.collect()
+    assert freed() is None
+
+
+class _Large(torch.autograd.Function):
+    """Saves a tensor, and notes how many of these exist at once."""
+
+    saved: ClassVar[list[StorageWeakRef]] = []
+    most = 0
+
+    @staticmethod
+    def forward(ctx: Any, hidden: Tensor) -> Tensor:
+        large = hidden.repeat(8, 1)
+        _Large.saved.append(StorageWeakRef(large.untyped_storage()))
+        _Large.most = max(_Large.most, sum(not each.expired() for each in _Large.saved))
+        ctx.save_for_backward(large)
+        return hidden * 2
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        assert len(ctx.saved_tensors) == 1
+        return gradient * 2
+
+
+class Keeping(nn.Module):
+    """Keeps a large tensor for its backward."""
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        result: Tensor = _Large.apply(hidden)
+        return result
+
+
+@pytest.mark.parametrize(("recompute", "most"), [(False, 5), (True, 5), ("layers", 1)])
+def test_one_layers_graph_exists_at_a_time(recompute: Recompute, most: int) -> None:
+    _Large.saved.clear()
+    _Large.most = 0
+    stage = stage_of(*(Keeping() for _ in range(5)), recompute=recompute)
+    stage.forward(FIRST, wanting(), surroundings(*plain_calls(5)))
+    stage.backward(FIRST, Gradients(ONES))
+    assert all(each.expired() for each in _Large.saved)
+    assert _Large.most == most

@@ -5,6 +5,8 @@ Seconds and bytes of stages, against sums done by hand.
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 import pytest
 from msgspec.structs import replace
@@ -199,7 +201,7 @@ def test_two_stages_of_a_process_need_one_action_and_one_framework() -> None:
 def test_a_stages_own_dtype_may_change_the_size_of_weights() -> None:
     timings = [timing("dense", 1, 2, dtype="float16")]
     here = Holder(device("w", 0, 0, timings=timings), mixed_model(dtype="bfloat16"), size=1)
-    assert [option.dtype for option in here.options] == ["float16", "float16"]
+    assert [option.dtype for option in here.options] == ["float16"] * 3
     assert here.need(here.options[0], 0, 1, in_flight=1).weights == 60
 
 
@@ -320,6 +322,53 @@ def test_short_memory_makes_a_stage_recompute() -> None:
     assert holder(tight).option_for(0, 3, in_flight=9).recompute
     assert holder(tight).matrix(9)[0, 3] == 18 + 6
     assert holder(roomy).matrix(9)[0, 3] == 18
+
+
+def by_layers(saved_bytes: int, memory_bytes: int = 0) -> Holder:
+    """A worker for ten layers with an input of 8 bytes, and 4 bytes more than they save."""
+    timings = [timing("layer", 1, 2, saved_bytes=saved_bytes, peak_bytes=saved_bytes + 4)]
+    worker = device("w", 0, 0, timings=timings, memory_bytes=memory_bytes)
+    return Holder(worker, model(10, activation_bytes_per_sample=8), size=1)
+
+
+def test_a_stage_that_recomputes_by_layers_keeps_their_inputs_and_one_graph() -> None:
+    plain = by_layers(saved_bytes=100)
+    stage = plain.need(plain.option("float32", True), 0, 10, in_flight=2)
+    layers = plain.need(plain.option("float32", "layers"), 0, 10, in_flight=2)
+    # What it sends on is part of what it keeps.
+    assert (stage.in_flight, stage.working) == (2 * (8 + 8), 10 * 100 + 4)
+    assert (layers.in_flight, layers.working) == (2 * (10 * 8 + 8), 100 + 4)
+
+
+def test_inputs_are_as_wide_as_the_dtype_of_the_stage() -> None:
+    worker = device("w", 0, 0, timings=[timing("layer", 1, 2, saved_bytes=100)])
+    half = Holder(worker, model(10, activation_bytes_per_sample=8, dtype="float16"), size=1)
+    assert half.need(half.option("float32", "layers"), 0, 10, in_flight=1).in_flight == 160 + 8
+
+
+@pytest.mark.parametrize(
+    ("saved_bytes", "in_flight", "expected"),
+    [(100, 2, "layers"), (100, 4, "layers"), (20, 2, "layers"), (16, 2, None), (20, 4, None)],
+)
+def test_layers_run_again_one_by_one_only_where_the_stage_does_not_fit(
+    saved_bytes: int, in_flight: int, expected: str | None
+) -> None:
+    found = by_layers(saved_bytes)
+    needs = {o.recompute: float(found.need(o, 0, 10, in_flight).total) for o in found.options}
+
+    def chosen(memory_bytes: float) -> object:
+        memory = math.ceil(memory_bytes / (1 - KEPT_FREE))
+        holder = by_layers(saved_bytes, memory)
+        matrix = holder.matrix(in_flight)
+        if np.isinf(matrix[0, 10]):
+            return None
+        assert matrix[0, 10] == 10 * (3 + (holder.option_for(0, 10, in_flight).recompute != 0))
+        return holder.option_for(0, 10, in_flight).recompute
+
+    assert chosen(needs[False]) is False
+    assert chosen(min(needs[False], needs[True])) is (needs[True] < needs[False])
+    assert chosen(min(needs.values())) == (expected or needs[True] < needs[False])
+    assert (needs["layers"] < needs[True]) == (expected is not None)
 
 
 def test_more_in_flight_leaves_room_for_fewer_layers() -> None:

@@ -6,6 +6,7 @@ The even plan has every layer once, shares that differ by at most one, and the c
 from __future__ import annotations
 
 import dataclasses
+import io
 import re
 from typing import Any
 
@@ -13,6 +14,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.structs import replace
+from rich.console import Console
 
 from lightning_hetero.errors import PlanError, ProfileError
 from lightning_hetero.plan import Plan, StagePlan
@@ -28,7 +30,7 @@ from lightning_hetero.planner.solver import (
     parse_pin,
     solve,
 )
-from lightning_hetero.planner.verdict import judge
+from lightning_hetero.planner.verdict import judge, render
 
 from .profiles import GIB, coordinator, device, ends, model, profile, timing
 from .tables import TABLES, Row
@@ -404,3 +406,23 @@ def test_more_workers_than_layers_are_refused_with_both_numbers(
     expected = f"has {num_layers} layers, too few for {num_workers} workers"
     with pytest.raises(PlanError, match=expected):
         even_plan(num_layers, names(num_workers))
+
+
+def test_where_a_stage_fits_only_by_layers_the_plan_says_so() -> None:
+    timings = [timing("layer", 1, 2, saved_bytes=100, peak_bytes=110)]
+    worker = device("w", 0, 0, timings=timings, memory_bytes=1000)
+    given = profile(40, [worker], batch_size=4, model_options={"activation_bytes_per_sample": 8})
+    found = solve(given)
+    (stage,) = found.plan.stages
+    assert (stage.workers, stage.layers, stage.recompute) == (["w"], (0, 40), "layers")
+    assert shortages(candidate_of(found.plan, given)) == []
+    console = Console(width=200, file=io.StringIO())
+    console.print(render(judge(found)))
+    assert "float32 recompute by layers" in console.file.getvalue()  # type: ignore[attr-defined]
+    # 40 inputs and what is sent on, for each micro-batch; one layer's graph; two boundaries.
+    need = found.chosen.need("w")
+    per_sample = found.chosen.in_flight * (41 * 8) + 110 + 2 * 8
+    assert need.total == found.chosen.size * per_sample
+    whole = Plan([dataclasses.replace(stage, recompute=True)], found.plan.micro_batches, 1)
+    (short,) = shortages(candidate_of(whole, given))
+    assert short.text.endswith(" short; recompute there by layers or move 36 layers.")

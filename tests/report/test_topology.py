@@ -99,6 +99,8 @@ def test_a_mark_of_some_stages_says_of_which() -> None:
     found = topology_of(Plan([replace(first, recompute=False, dtype="float16"), *others]))
     assert found.workers[0].marks == ("float16: layer 0", "recomputed: layer 2")
     assert found.workers[1].marks == ("recomputed",)
+    by_layers = topology_of(Plan([replace(first, recompute="layers"), *others]))
+    assert by_layers.workers[0].marks == ("recomputed by layers: layer 0", "recomputed: layer 2")
 
 
 def test_a_profile_adds_facts_of_all_ranges_of_a_process() -> None:

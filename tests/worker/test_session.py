@@ -21,4 +21,4 @@ def test_who_is_out_of_memory_is_told_how_to_need_less(error: Exception, is_shor
     found = _failure(error, where=" (in stage 3)")
     assert len(found.reason) <= _MOST_TEXT
     assert " (in stage 3)" in found.reason
-    assert ("`recompute: true` for this stage; or fewer layers" in found.reason) is is_short
+    assert ("`recompute: layers` for this stage; or fewer layers" in found.reason) is is_short
