@@ -50,7 +50,8 @@ through several rooms:
     a metric of a stage    protocol/fields.py (Totals), pipeline/recorder.py, callbacks/monitor.py;
                            a sensor: devices/device.py (health)
     a transport            beside transport/connection.py; transport/handshake.py dials,
-                           worker/worker.py and launch/join.py accept
+                           transport/reception.py accepts; worker/supervisor.py, cli/worker.py and
+                           launch/local.py hand the listener on
     a format of weights    beside model/four_bit.py; model/stored.py lists the formats
     the objective of plans planner/candidates.py (step_seconds, is_below); shortcuts that count
                            seconds too: bounds.py, team_estimate.py, arrangements.py, simulation.py

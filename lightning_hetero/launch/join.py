@@ -54,7 +54,7 @@ from ..transport.handshake import (
     open_over,
     receive_opening,
 )
-from ..transport.handshake_limits import Reception
+from ..transport.reception import Reception
 from ..transport.tls import secured
 from .launcher import reachable
 

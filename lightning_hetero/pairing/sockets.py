@@ -11,7 +11,7 @@ from collections.abc import Callable
 from ..errors import PairingError, RemoteProtocolError
 from ..transport.address import Address
 from ..transport.connection import accept
-from ..transport.handshake_limits import RefusalLog
+from ..transport.reception import RefusalLog
 from ..transport.token import Token
 from .exchange import (
     MOST_BYTES,

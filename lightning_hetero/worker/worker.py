@@ -41,8 +41,8 @@ from ..transport.connection import (
 )
 from ..transport.deadlines import Deadlines
 from ..transport.handshake import address_of, check_hello, receive_hello
-from ..transport.handshake_limits import Reception
 from ..transport.line import Lingering
+from ..transport.reception import Reception
 from ..transport.tls import Credentials, secured
 from ..transport.wings import linger_seconds
 from .owner import Host, Owner

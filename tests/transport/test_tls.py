@@ -297,7 +297,7 @@ def call(address: Address, credentials: Credentials | None) -> None:
 
 
 def logged(caplog: pytest.LogCaptureFixture) -> str:
-    return " ".join(r.getMessage() for r in caplog.records if r.name.endswith("handshake_limits"))
+    return " ".join(r.getMessage() for r in caplog.records if r.name.endswith("reception"))
 
 
 def test_a_neighbor_needs_the_token_as_well() -> None:

@@ -6,7 +6,7 @@ import threading
 
 import pytest
 
-from lightning_hetero.transport.handshake_limits import Lobby, RefusalLog
+from lightning_hetero.transport.reception import Lobby, RefusalLog
 
 from .pairs import PATIENCE_SECONDS, MemoryConnection, memory_pair
 
