@@ -6,7 +6,7 @@ The caller names the class of the errors.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
@@ -157,7 +157,7 @@ def _sentence(fault: str, content: object, kind: type) -> str:
     if expected is None and not words:
         return f"{place or 'The content'} cannot be used: {what}."
     name, value = place or "The content", _value_at(content, path)
-    wanted = _wanted(*expected.groups()) if expected else " or ".join(map(repr, words))
+    wanted = _wanted(words, *expected.groups()) if expected else _choice(words)
     if value is _UNKNOWN:
         return f"{name} must be {wanted}."
     shown = repr(value)
@@ -165,8 +165,15 @@ def _sentence(fault: str, content: object, kind: type) -> str:
     return f"{name} is {shown}; it must be {wanted}."
 
 
-def _wanted(kinds: str, of_length: str, comparison: str | None, number: str | None) -> str:
-    words = " or ".join(_WORDS.get(kind, kind) for kind in kinds.split(" | "))
+def _choice(words: Iterable[object]) -> str:
+    return " or ".join(map(repr, words))
+
+
+def _wanted(
+    choice: list[object], kinds: str, of_length: str, comparison: str | None, number: str | None
+) -> str:
+    named = {**_WORDS, "str": _choice(choice)} if choice else _WORDS
+    words = " or ".join(named.get(kind, kind) for kind in kinds.split(" | "))
     bound = [_BOUNDS[comparison]] if comparison else []
     if of_length:
         return " ".join([words, "of length", *bound, number or ""])

@@ -101,13 +101,14 @@ COMMANDS = {
     "": "--print-completion --version",
     "worker": (
         "--allow --announce --device --join --linger-seconds --listen --listen-fd --log-level "
-        "--memory --name --no-announce --place --rejoin-seconds "
+        "--memory --name --no-announce --pair --place --rejoin-seconds "
         "--script --sessions --stop-with-stdin --threads --token-file"
     ),
     "workers": "--token-file",
     "up": "cluster",
     "down": "--now cluster",
     "status": "cluster",
+    "pair": "--token-file address code",
     "token": "--paste file",
     "doctor": "--json --plan --profile --seconds --timeout --token-file addresses",
     "profile": "--data --force --model --output -o config",

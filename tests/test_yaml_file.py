@@ -65,7 +65,7 @@ def test_a_missing_file_and_a_folder_are_refused(tmp_path: Path) -> None:
         ),
         (
             {"stages": [{**STAGE, "recompute": 1}]},
-            "stages[0].recompute is 1; it must be true or false.",
+            "stages[0].recompute is 1; it must be true or false or 'layers'.",
         ),
         ({"stages": [{"layers": [0, 1]}]}, "The key 'workers' is missing in stages[0]; add it."),
         ({}, "The key 'stages' is missing; add it."),

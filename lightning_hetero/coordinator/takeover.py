@@ -97,8 +97,9 @@ class Takeovers:
             ChannelError: If the worker is lost meanwhile.
         """
         asked = self._requests.send_alone(other, m.OpenSession(session, free_bytes))
-        if reason := asked.alone(m.SessionOpened).reason:
-            raise WorkerUnreachable(reason)
+        opened = asked.alone(m.SessionOpened)
+        if opened.reason:
+            raise WorkerUnreachable(opened.reason)
         return *self._connections.source.admit_beside(other.address, session), other.address
 
     def _offers(

@@ -6,7 +6,7 @@
     Proof    ──────────────────────▶            a wrong proof costs a try
              ◀──────────────────────  Proof
     Token    sealed ───────────────▶
-             ◀───────────────────  sealed  Verdict
+             ◀───────────────────  sealed  Receipt
 
 X and Y are of SPAKE2: each end mixes the code into its message, and both get the same key only if
 their codes are equal. A listener cannot test a code, and an active peer tests one code with one
@@ -55,11 +55,11 @@ class Kind(enum.IntEnum):
     ANSWER = 2
     PROOF = 3
     TOKEN = 4
-    VERDICT = 5
+    RECEIPT = 5
     REFUSAL = 6
 
 
-class Verdict(enum.IntEnum):
+class Receipt(enum.IntEnum):
     """The worker's last word: whether it has the token now."""
 
     KEPT = 1
@@ -80,7 +80,7 @@ _SIZES = {
     Kind.ANSWER: 1 + _KEY_BYTES,
     Kind.PROOF: _KEY_BYTES,
     Kind.TOKEN: SECRET_BYTES + _SEAL_BYTES,
-    Kind.VERDICT: 1 + _SEAL_BYTES,
+    Kind.RECEIPT: 1 + _SEAL_BYTES,
     Kind.REFUSAL: 2,
 }
 _HEAD_BYTES = len(_MAGIC) + 2
@@ -164,7 +164,7 @@ class _Keys:
         salt = sha256(hello + answer).digest()
         made = HKDF(hashes.SHA256(), 4 * _KEY_BYTES, salt, _PURPOSE + b"keys").derive(shared)
         keys = [made[start : start + _KEY_BYTES] for start in range(0, len(made), _KEY_BYTES)]
-        self.coordinator_proof, self.worker_proof, self.token, self.verdict = keys
+        self.coordinator_proof, self.worker_proof, self.token, self.receipt = keys
 
     @classmethod
     def agree(cls, spake: SPAKE2_A | SPAKE2_B, heard: bytes, hello: bytes, answer: bytes) -> _Keys:
@@ -247,9 +247,9 @@ class WorkerExchange:
         """
         return Token(_unsealed(self._keys.token, Kind.TOKEN, content))
 
-    def judge(self, verdict: Verdict) -> bytes:
+    def judge(self, receipt: Receipt) -> bytes:
         """The last message."""
-        return _sealed(self._keys.verdict, Kind.VERDICT, bytes([verdict]))
+        return _sealed(self._keys.receipt, Kind.RECEIPT, bytes([receipt]))
 
 
 class CoordinatorExchange:
@@ -271,7 +271,7 @@ class CoordinatorExchange:
         self._awaited = Kind.ANSWER
         self.hello = message(Kind.HELLO, self._own)
 
-    def receive(self, data: bytes) -> bytes | Refusal | Verdict:
+    def receive(self, data: bytes) -> bytes | Refusal | Receipt:
         """Take some bytes of the worker.
 
         Returns:
@@ -294,9 +294,9 @@ class CoordinatorExchange:
             return message(Kind.PROOF, self._keys.coordinator_proof)
         if kind == Kind.PROOF:
             _check_proof(self._keys.worker_proof, content)
-            self._awaited = Kind.VERDICT
+            self._awaited = Kind.RECEIPT
             return _sealed(self._keys.token, Kind.TOKEN, self._token().secret)
-        return Verdict(_unsealed(self._keys.verdict, Kind.VERDICT, content)[0])
+        return Receipt(_unsealed(self._keys.receipt, Kind.RECEIPT, content)[0])
 
     def _refusal(self, content: bytes) -> Refusal:
         try:

@@ -19,8 +19,8 @@ from .exchange import (
     Kind,
     OtherVersion,
     Reason,
+    Receipt,
     Refusal,
-    Verdict,
     WorkerExchange,
     WrongCode,
     message,
@@ -63,13 +63,13 @@ class Offer(Generic[Peer]):
         tries_left: The number of wrong codes until the offer ends.
     """
 
-    def __init__(self, code: str, keep: Callable[[Token], Verdict], now: float) -> None:
+    def __init__(self, code: str, keep: Callable[[Token], Receipt], now: float) -> None:
         self._code = code
         self._keep = keep
         self._peers: dict[Peer, _Caller] = {}
         self._current: Peer | None = None
         self._num_begun = 0
-        self._verdict: Verdict | None = None
+        self._receipt: Receipt | None = None
         self._fault: TokenError | None = None
         self.ends_at = now + OFFER_SECONDS
         self.tries_left = MOST_TRIES
@@ -103,7 +103,7 @@ class Offer(Generic[Peer]):
     @property
     def has_token(self) -> bool:
         """Whether a peer has brought a token."""
-        return self._verdict is not None
+        return self._receipt is not None
 
     def is_over(self, now: float) -> bool:
         """Whether the offer has ended."""
@@ -137,10 +137,10 @@ class Offer(Generic[Peer]):
             return Reply(exchange.prove(content))
         token = exchange.token(content)
         try:
-            self._verdict = self._keep(token)
+            self._receipt = self._keep(token)
         except TokenError as error:
-            self._verdict, self._fault = Verdict.NOT_WRITTEN, error
-        return Reply(exchange.judge(self._verdict), "The exchange is complete.")
+            self._receipt, self._fault = Receipt.NOT_WRITTEN, error
+        return Reply(exchange.judge(self._receipt), "The exchange is complete.")
 
     def conclude(self, now: float) -> bool:
         """Whether the token is new here, after the end of the offer.
@@ -151,18 +151,18 @@ class Offer(Generic[Peer]):
         """
         if self._fault is not None:
             raise self._fault
-        if self._verdict == Verdict.OTHER_TOKEN:
+        if self._receipt == Receipt.OTHER_TOKEN:
             raise PairingError(
                 "This machine has another token than the machine that has paired, and other "
                 "machines may use it, so it is not overwritten; start `lightning-hetero worker "
                 "--pair` again, and name a file that is not there yet with `--token-file`."
             )
-        if self._verdict is None:
+        if self._receipt is None:
             raise PairingError(
                 f"{self._why_over(now)}, so its code is void; start `lightning-hetero worker "
                 "--pair` again for a new code."
             )
-        return self._verdict == Verdict.KEPT
+        return self._receipt == Receipt.KEPT
 
     def _why_over(self, now: float) -> str:
         """Why the offer has ended without a token; empty if it has not."""

@@ -18,8 +18,8 @@ from .exchange import (
     CoordinatorExchange,
     OtherVersion,
     Reason,
+    Receipt,
     Refusal,
-    Verdict,
     WrongCode,
 )
 from .offer import EXCHANGE_SECONDS, Offer
@@ -155,9 +155,9 @@ def bring_token(address: Address, code: str, token: Callable[[], Token]) -> bool
     return _is_new(address, last)
 
 
-def _converse(connected: socket.socket, exchange: CoordinatorExchange) -> Refusal | Verdict:
+def _converse(connected: socket.socket, exchange: CoordinatorExchange) -> Refusal | Receipt:
     end = time.monotonic() + EXCHANGE_SECONDS
-    reply: bytes | Refusal | Verdict = exchange.hello
+    reply: bytes | Refusal | Receipt = exchange.hello
     while isinstance(reply, bytes):
         connected.sendall(reply)
         connected.settimeout(max(0.001, end - time.monotonic()))
@@ -185,15 +185,15 @@ def _why_refused(address: Address, refusal: Refusal) -> str:
     )
 
 
-def _is_new(address: Address, verdict: Verdict) -> bool:
-    if verdict == Verdict.OTHER_TOKEN:
+def _is_new(address: Address, receipt: Receipt) -> bool:
+    if receipt == Receipt.OTHER_TOKEN:
         raise PairingError(
             f"The worker at {address} has another token already, and keeps it; start "
             "`lightning-hetero worker --pair` there again, and name a file that is not there yet "
             "with `--token-file`."
         )
-    if verdict == Verdict.NOT_WRITTEN:
+    if receipt == Receipt.NOT_WRITTEN:
         raise PairingError(
             f"The worker at {address} cannot write the token to its file. It says there why."
         )
-    return verdict == Verdict.KEPT
+    return receipt == Receipt.KEPT

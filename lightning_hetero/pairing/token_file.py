@@ -15,7 +15,7 @@ from ..transport.token import (
     read_token_file,
     write_token_file,
 )
-from .exchange import Verdict
+from .exchange import Receipt
 
 
 def pairing_file(named: Path | None) -> Path:
@@ -46,13 +46,13 @@ def token_here(path: Path) -> Token:
     return read_token_file(path)
 
 
-def keep_token(path: Path, token: Token) -> Verdict:
+def keep_token(path: Path, token: Token) -> Receipt:
     """Write an arrived token, unless this machine has one.
 
     Raises:
         TokenError: If the file cannot be used or written.
     """
     if os.path.lexists(path):
-        return Verdict.SAME if read_token_file(path) == token else Verdict.OTHER_TOKEN
+        return Receipt.SAME if read_token_file(path) == token else Receipt.OTHER_TOKEN
     write_token_file(path, token)
-    return Verdict.KEPT
+    return Receipt.KEPT

@@ -25,8 +25,8 @@ from lightning_hetero.pairing.exchange import (
     CoordinatorExchange,
     Kind,
     Reason,
+    Receipt,
     Refusal,
-    Verdict,
     message,
 )
 
@@ -145,7 +145,7 @@ class _Fuzzer:
         script = _script(random, [each.from_worker for each in self.recorded])
         if random.random() < 0.1:
             script[-1] = Refusal(random.choice([*Reason]), random.randrange(256)).to_bytes()
-        heard: bytes | Refusal | Verdict | str = b""
+        heard: bytes | Refusal | Receipt | str = b""
         try:
             for piece in [piece for said in script for piece in _pieces(random, said)]:
                 heard = exchange.receive(piece)
@@ -155,7 +155,7 @@ class _Fuzzer:
         except RemoteProtocolError:
             heard = "refused"
         self._count(giver.token.secret, exchange.hello + reply, giver.num_given)
-        assert not isinstance(heard, Verdict), "A stranger has judged a token."
+        assert not isinstance(heard, Receipt), "A stranger has judged a token."
         self.ends["a coordinator kept its token"] += 1
 
     def guesser_pairs(self, random: Random) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from lightning_hetero.errors import RemoteProtocolError
-from lightning_hetero.pairing.exchange import CoordinatorExchange, Refusal, Verdict
+from lightning_hetero.pairing.exchange import CoordinatorExchange, Receipt, Refusal
 from lightning_hetero.pairing.offer import Offer
 from lightning_hetero.transport.token import Token
 
@@ -20,12 +20,12 @@ class Keeper:
     token: Token | None = None
     kept: list[Token] = field(default_factory=list)
 
-    def keep(self, token: Token) -> Verdict:
+    def keep(self, token: Token) -> Receipt:
         self.kept.append(token)
         if self.token is None:
             self.token = token
-            return Verdict.KEPT
-        return Verdict.SAME if self.token == token else Verdict.OTHER_TOKEN
+            return Receipt.KEPT
+        return Receipt.SAME if self.token == token else Receipt.OTHER_TOKEN
 
 
 @dataclass
@@ -58,7 +58,7 @@ class Talk:
 
     from_coordinator: list[bytes] = field(default_factory=list)
     from_worker: list[bytes] = field(default_factory=list)
-    last: Refusal | Verdict | RemoteProtocolError | None = None
+    last: Refusal | Receipt | RemoteProtocolError | None = None
     end: str = ""
 
 
@@ -66,7 +66,7 @@ def talk(offer: Offer[str], exchange: CoordinatorExchange, peer: str = "peer") -
     """Let a coordinator's end talk with an offer until one of them ends the connection."""
     found = Talk()
     assert offer.enter(peer, 0.0) is None
-    reply: bytes | Refusal | Verdict = exchange.hello
+    reply: bytes | Refusal | Receipt = exchange.hello
     while isinstance(reply, bytes) and not found.end:
         found.from_coordinator.append(reply)
         said = offer.hear(peer, reply)

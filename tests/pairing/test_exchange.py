@@ -13,8 +13,8 @@ from lightning_hetero.pairing.exchange import (
     MessageReader,
     OtherVersion,
     Reason,
+    Receipt,
     Refusal,
-    Verdict,
     WorkerExchange,
     WrongCode,
     message,
@@ -30,7 +30,7 @@ SMALL = [bytes(32), b"\x01" + bytes(31), b"\xec" + b"\xff" * 30 + b"\x7f"]
 def test_with_the_code_the_token_arrives_and_is_not_on_the_wire() -> None:
     keeper, giver = Keeper(), Giver()
     found = paired(keeper, giver)
-    assert found.last == Verdict.KEPT
+    assert found.last == Receipt.KEPT
     assert keeper.token == giver.token
     wire = b"".join(found.from_coordinator + found.from_worker)
     assert giver.token.secret[:8] not in wire

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from lightning_hetero.errors import PairingError, TokenError
-from lightning_hetero.pairing.exchange import CoordinatorExchange, Kind, Reason, Refusal, Verdict
+from lightning_hetero.pairing.exchange import CoordinatorExchange, Kind, Reason, Receipt, Refusal
 from lightning_hetero.pairing.offer import EXCHANGE_SECONDS, MOST_TRIES, OFFER_SECONDS, Offer
 from lightning_hetero.transport.token import Token
 
@@ -27,7 +27,7 @@ def test_three_wrong_codes_end_the_offer() -> None:
     assert offer.is_over(0.0)
     with pytest.raises(PairingError, match=f"got {MOST_TRIES} wrong codes, so its code is void"):
         offer.conclude(0.0)
-    assert paired(keeper, Giver()).last == Verdict.KEPT  # with a new offer
+    assert paired(keeper, Giver()).last == Receipt.KEPT  # with a new offer
 
 
 def test_the_right_code_pairs_after_two_wrong_ones() -> None:
@@ -35,7 +35,7 @@ def test_the_right_code_pairs_after_two_wrong_ones() -> None:
     offer = new_offer(keeper)
     for _ in range(2):
         talk(offer, CoordinatorExchange(WRONG_CODE, Giver().give))
-    assert talk(offer, CoordinatorExchange(CODE, giver.give)).last == Verdict.KEPT
+    assert talk(offer, CoordinatorExchange(CODE, giver.give)).last == Receipt.KEPT
     assert offer.conclude(0.0)
     assert keeper.token == giver.token
 
@@ -48,7 +48,7 @@ def test_connections_without_a_proof_cost_no_try() -> None:
         offer.leave("stranger")
     assert offer.tries_left == MOST_TRIES
     assert not offer.is_over(0.0)
-    assert talk(offer, CoordinatorExchange(CODE, Giver().give)).last == Verdict.KEPT
+    assert talk(offer, CoordinatorExchange(CODE, Giver().give)).last == Receipt.KEPT
 
 
 def test_one_exchange_runs_at_a_time() -> None:
@@ -59,7 +59,7 @@ def test_one_exchange_runs_at_a_time() -> None:
     assert found.last == Refusal(Reason.BUSY)
     assert "pairing at the moment" in found.end
     offer.leave("first")
-    assert talk(offer, CoordinatorExchange(CODE, Giver().give), "second").last == Verdict.KEPT
+    assert talk(offer, CoordinatorExchange(CODE, Giver().give), "second").last == Receipt.KEPT
 
 
 def test_silent_peers_make_room_and_the_one_with_an_exchange_stays() -> None:
@@ -110,25 +110,25 @@ def test_another_token_is_not_overwritten_and_the_same_one_is_fine() -> None:
     token, giver = Token.new(), Giver()
     keeper = Keeper(token)
     offer = new_offer(keeper)
-    assert talk(offer, CoordinatorExchange(CODE, giver.give)).last == Verdict.OTHER_TOKEN
+    assert talk(offer, CoordinatorExchange(CODE, giver.give)).last == Receipt.OTHER_TOKEN
     with pytest.raises(PairingError, match="has another token than the machine that has paired"):
         offer.conclude(0.0)
     assert keeper.token == token
     other_file = Keeper()
     offer = new_offer(other_file)
-    assert talk(offer, CoordinatorExchange(CODE, giver.give)).last == Verdict.KEPT
+    assert talk(offer, CoordinatorExchange(CODE, giver.give)).last == Receipt.KEPT
     assert offer.conclude(0.0)
     offer = new_offer(Keeper(giver.token))
-    assert talk(offer, CoordinatorExchange(CODE, giver.give)).last == Verdict.SAME
+    assert talk(offer, CoordinatorExchange(CODE, giver.give)).last == Receipt.SAME
     assert not offer.conclude(0.0)
 
 
 def test_a_file_that_cannot_be_written_is_named_to_both() -> None:
-    def refuse(_token: Token) -> Verdict:
+    def refuse(_token: Token) -> Receipt:
         raise TokenError("The token file 'x' cannot be written: Read-only file system.")
 
     offer: Offer[str] = Offer(CODE, refuse, 0.0)
-    assert talk(offer, CoordinatorExchange(CODE, Giver().give)).last == Verdict.NOT_WRITTEN
+    assert talk(offer, CoordinatorExchange(CODE, Giver().give)).last == Receipt.NOT_WRITTEN
     with pytest.raises(TokenError, match="Read-only"):
         offer.conclude(0.0)
 

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from lightning_hetero.errors import TokenError
-from lightning_hetero.pairing.exchange import Verdict
+from lightning_hetero.pairing.exchange import Receipt
 from lightning_hetero.pairing.token_file import keep_token, pairing_file, token_here
 from lightning_hetero.transport.token import FILE_VARIABLE, Token, read_token_file
 
@@ -30,9 +30,9 @@ def test_a_token_is_made_once(tmp_path: Path) -> None:
 
 def test_a_token_that_is_there_stays(tmp_path: Path) -> None:
     path, token = tmp_path / "token", Token.new()
-    assert keep_token(path, token) == Verdict.KEPT
-    assert keep_token(path, token) == Verdict.SAME
-    assert keep_token(path, Token.new()) == Verdict.OTHER_TOKEN
+    assert keep_token(path, token) == Receipt.KEPT
+    assert keep_token(path, token) == Receipt.SAME
+    assert keep_token(path, Token.new()) == Receipt.OTHER_TOKEN
     assert read_token_file(path) == token
 
 

@@ -470,6 +470,7 @@ class Halving(nn.Module):
         return hidden.mul_(0.5)
 
 
+@pytest.mark.follows("or `recompute: true` into the plan.")
 def test_a_layer_that_changes_its_input_in_place_does_not_run_again_alone() -> None:
     stage = stage_of(linear(), Halving(), recompute="layers")
     with pytest.raises(ModelError, match=r"Layer 4 \(Halving\) changes .*`recompute: true`"):

@@ -30,6 +30,7 @@ HANDED_ON = {
     "content.message.reason",
     "*facts",
     "self._alone",
+    "opened.reason",
     "rest",
     "traceback",
     "why",
