@@ -90,7 +90,7 @@ def train(folder: Path, end: str, workers: list[str]) -> None:
             recovery=recovery,
         )
         options["callbacks"] = [StageMonitor()]
-        options["logger"] = CSVLogger(folder / "logs", version="")
+        options["logger"] = CSVLogger(folder / "logs")
     saving = ModelCheckpoint(
         folder / "checkpoints", every_n_train_steps=STEPS_PER_CHECKPOINT, save_last=True
     )
