@@ -1,11 +1,13 @@
-"""How the docstrings of the package read: long chains of clauses, and negations.
+"""How the docstrings and the pages read: long chains of clauses, and negations.
 
-Prints the measures of every room, and ends with 1 if a room is above a limit:
+Prints the measures of every room of the package and of every folder of pages, and ends with 1 if
+one is above a limit:
 
     python -m tests.prose
 
 A relative word joins a clause to another one; a negative word is a denial in place of a fact. Both
-are counted per 100 words of the docstrings of modules, classes and functions.
+are counted per 100 words of the docstrings of modules, classes and functions, and of pages without
+their code.
 """
 
 from __future__ import annotations
@@ -17,12 +19,14 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-PACKAGE = Path(__file__).parents[1] / "lightning_hetero"
+ROOT = Path(__file__).parents[1]
+PACKAGE = ROOT / "lightning_hetero"
 
 RELATIVES = frozenset({"that", "which", "what", "whose", "those"})
 NEGATIVES = frozenset({"no", "none", "nobody", "nothing", "nor"})
 _WORD = re.compile(r"[a-z']+")
 _END_OF_SENTENCE = re.compile(r"(?<=[.!?])\s+|\n\n")
+_CODE = re.compile(r"```.*?```|^    .*?$|(?<=\])\([^)]*\)", re.DOTALL | re.MULTILINE)
 _BAD_OPENING = re.compile(r"\s*(?:What|Those|Who)\b")
 
 
@@ -93,6 +97,16 @@ def rooms(package: Path = PACKAGE) -> dict[str, Prose]:
     return found
 
 
+def pages(root: Path = ROOT) -> dict[str, Prose]:
+    """The counts of the pages at the top, and of those of each folder."""
+    found: dict[str, Prose] = {}
+    for file in [*root.glob("*.md"), *root.glob("[bde]*s/**/*.md")]:
+        name = (file.relative_to(root).parts[0] + "/") * (file.parent != root) or "top"
+        text = _CODE.sub("", file.read_text("utf-8"))
+        found[name] = found.get(name, Prose()) + prose_of(text)
+    return found
+
+
 def line(name: str, prose: Prose) -> str:
     relatives = prose.per_100_words(prose.relatives)
     negatives = prose.per_100_words(prose.negatives)
@@ -100,7 +114,7 @@ def line(name: str, prose: Prose) -> str:
 
 
 def main() -> int:
-    measured = rooms()
+    measured = {**rooms(), **pages()}
     total = sum(measured.values(), Prose())
     print(f"{'room':<12}{'words':>7}{'relatives':>11}{'negatives':>11}{'openings':>10}")
     print(*(line(room, prose) for room, prose in measured.items()), sep="\n")

@@ -1,4 +1,4 @@
-"""The measures of docstrings, and their limits for every room."""
+"""The measures of docstrings and pages, and their limits for every room and folder."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from .prose import Prose, main, prose_of, rooms
+from .prose import Prose, main, pages, prose_of, rooms
 
-MEASURED = rooms()
+MEASURED = {**rooms(), **pages()}
 
 
 @pytest.mark.parametrize(
@@ -32,6 +32,14 @@ def test_counts_only_docstrings_of_a_room(tmp_path: Path) -> None:
     (tmp_path / "room" / "file.py").write_text(source)
     (tmp_path / "file.py").write_text("x = 1\n")
     assert rooms(tmp_path) == {"": Prose(), "room": Prose(2, 1, 1)}
+
+
+def test_counts_no_code_of_a_page(tmp_path: Path) -> None:
+    (tmp_path / "docs").mkdir()
+    text = "See [that](which.md).\n\n    what nobody\n\n```python\nnone = 1\n```\n\nTwo words.\n"
+    (tmp_path / "docs" / "page.md").write_text(text)
+    (tmp_path / "README.md").write_text("One.\n")
+    assert pages(tmp_path) == {"top": Prose(1), "docs/": Prose(4, 1)}
 
 
 @pytest.mark.parametrize("room", MEASURED)

@@ -29,7 +29,7 @@ def findings_of(part: str, addresses: dict[str, str]) -> list[CheckFinding]:
     return list(check_device(torch.device("fake", 0)))
 
 
-@pytest.mark.parametrize(("part", "num_rows"), [("losses", 4), ("bits", 1)])
+@pytest.mark.parametrize(("part", "num_rows"), [("losses", 5), ("bits", 1)])
 @on_fake_device
 def test_what_has_a_judgement_is_right(
     part: str, num_rows: int, first_worker: str, workers: list[str]

@@ -404,9 +404,9 @@ def test_a_worker_that_is_cut_off_as_another_is_lost_in_a_move_keeps_its_layers(
                 threading.Timer(0.5, relay.plug).start()
             yield name
 
-    def dialling(self: Connections, worker: Member, own_name: str) -> None:
+    def dialling(self: Connections, worker: Member, *place: Any) -> None:
         opened.append(worker.channel.is_away)
-        dial(self, worker, own_name)
+        dial(self, worker, *place)
 
     monkeypatch.setattr(LayerMove, "_moves", moving)
     monkeypatch.setattr(Connections, "dial_again", dialling)
