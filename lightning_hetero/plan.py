@@ -412,7 +412,7 @@ def _narrower(before: StagePlan | None, after: StagePlan | None, field: str) -> 
 def _check_choices(stage: Any, where: str) -> None:
     """Check the dtypes and the recomputation in the fields of a `StagePlan`, given as a mapping."""
     again = stage.get("recompute", False)
-    if again not in (True, False, "layers"):
+    if not isinstance(again, bool) and again != "layers":  # 1 is not True
         raise PlanError(f"{where}.recompute is {again!r}; it must be one of true, false, layers.")
     kinds = {"dtype": Dtype, "activation_dtype": WireDtype, "gradient_dtype": WireDtype}
     for field, kind in kinds.items():

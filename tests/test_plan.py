@@ -225,6 +225,7 @@ def test_a_wrong_word_is_refused_with_the_right_ones() -> None:
         (with_stage(layers=[0, "end"]), "stages[0].layers[1]"),
         (with_stage(recompute="maybe"), "stages[0].recompute is 'maybe'; it must be one of true"),
         (with_stage(recompute=["layers"]), "stages[0].recompute"),
+        (with_stage(recompute=1), "stages[0].recompute is 1; it must be one of true"),
         (with_stage(shares=3), "stages[0].shares"),
         (with_stage(shares=[1.5]), "stages[0].shares[0]"),
         (with_stage(optimizer="all"), "optimizer"),

@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils.checkpoint import checkpoint
 
 from ..errors import ModelError
 from ..model.layer_call import caches_among, without_cache
@@ -20,7 +19,8 @@ from ..model.layers import EMBEDDING_LAYER, DecoderLayer, find_embedding
 from ..model.override import ForwardOverride
 from ..model.tensors import has_four_bit
 from ..pipeline.random_numbers import Draws, PythonStreams
-from ..pipeline.stage import compiled
+from ..pipeline.stage import compiled, run_with_arguments_kept
+from ..pipeline.trial_backward import has_own_code
 from ..plan import COORDINATOR, Plan, StagePlan
 from ..protocol.messages import Equipment
 from .worker_stages import obstacles_to_compiling
@@ -114,17 +114,21 @@ class _Compiled(ForwardOverride):
 class _Recomputed(ForwardOverride):
     """A layer's ``forward`` that only keeps its inputs."""
 
+    @cached_property
+    def _has_own_code(self) -> bool:
+        return has_own_code(self.module)
+
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled():
             return self.below(*args, **kwargs)
         # A second forward must not find the first one's entries in a cache.
         args, kwargs = without_cache(self.module, args, kwargs)
-        return checkpoint(
+        return run_with_arguments_kept(
             self.below,
-            *args,
-            use_reentrant=False,
+            args,
+            kwargs,
+            self._has_own_code,
             context_fn=lambda: (nullcontext(), PythonStreams()),
-            **kwargs,
         )
 
 

@@ -626,27 +626,46 @@ def _running_again(
     """
     trained, runs = _trained(layer), count()
 
-    def run_or_run_again(names: Sequence[str], *values: Any) -> Any:
-        num = len(values) - len(names)
+    def run_or_run_again(*args: Any, **kwargs: Any) -> Any:
         with ExitStack() as inside:
             if next(runs) > 0:
                 inside.enter_context(_training(layer, trained))
                 inside.enter_context(PythonStreams())
                 inside.enter_context(as_called())
-            return run(*values[:num], **dict(zip(names, values[num:], strict=True)))
+            return run(*args, **kwargs)
 
     def keep_arguments(*args: Any, **kwargs: Any) -> Any:
-        return checkpoint(
+        return run_with_arguments_kept(
             run_or_run_again,
-            [*kwargs],  # an argument's name may be one of the options below
-            *args,
-            *kwargs.values(),
-            use_reentrant=False,
+            args,
+            kwargs,
+            has_own_code,
             preserve_rng_state=False,  # the place seeds both runs
-            early_stop=not has_own_code,  # the end of own code may put back what it has changed
         )
 
     return keep_arguments
+
+
+def run_with_arguments_kept(
+    run: Call, args: Sequence[Any], kwargs: Mapping[str, Any], has_own_code: bool, **options: Any
+) -> Any:
+    """Call a layer and keep only its arguments; the backward runs it again.
+
+    Args:
+        run: Calls the layer.
+        args: Its positional arguments.
+        kwargs: Its named arguments; `checkpoint` would take those with a name of its own options.
+        has_own_code: Whether code of the user's may be in it, which then runs to its end: that may
+            put back what the code has changed.
+        options: Of `torch.utils.checkpoint.checkpoint`.
+    """
+    num, names = len(args), [*kwargs]
+
+    def run_again(*values: Any) -> Any:
+        return run(*values[:num], **dict(zip(names, values[num:], strict=True)))
+
+    options = {"use_reentrant": False, "early_stop": not has_own_code, **options}
+    return checkpoint(run_again, *args, *kwargs.values(), **options)
 
 
 def _trained(layers: nn.Module) -> list[nn.Parameter]:

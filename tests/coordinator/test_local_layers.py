@@ -87,6 +87,32 @@ def test_a_forward_that_runs_again_draws_the_same_from_random_and_numpy() -> Non
     torch.testing.assert_close((layer.weight * layer.weight.grad).sum(), outputs[0] + outputs[1])
 
 
+class Counting(nn.Module):
+    """Has an argument with the name of an option of `checkpoint`, and counts its depth."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.depth = nn.Linear(2, 2), 0
+
+    def forward(self, hidden: torch.Tensor, debug: float = 0.0) -> torch.Tensor:
+        self.depth += 1
+        result = self.linear(hidden).tanh() + debug
+        self.depth -= 1
+        return result
+
+
+def test_a_forward_that_runs_again_gets_all_arguments_and_runs_to_its_end() -> None:
+    layer = Counting()
+    stage = StagePlan(["coordinator"], (0, 1), recompute=True)
+    hidden = torch.ones(1, 2, requires_grad=True)
+    expected = layer(hidden, debug=3.0)
+    adjust_own([DecoderLayer("layers.0", layer)], [stage])
+    found = layer(hidden, debug=3.0)
+    found.sum().backward()
+    assert torch.equal(found, expected)
+    assert layer.depth == 0
+
+
 def test_a_cache_that_is_read_is_not_compiled(calls: list[str]) -> None:
     layer, _ = adjusted_layer()
     with torch.no_grad():
