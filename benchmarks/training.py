@@ -12,6 +12,8 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from lightning_hetero.devices.device import device_for
+
 LEARNING_RATE = 1e-3
 
 
@@ -57,36 +59,32 @@ def adamw(parameters: list[torch.nn.Parameter]) -> torch.optim.Optimizer:
     return torch.optim.AdamW(parameters, lr=LEARNING_RATE)
 
 
-class Decoder(pl.LightningModule):
-    """The model; when each optimizer step ended, and the loss of its batch.
+class TimedModel(pl.LightningModule):
+    """A model; when each optimizer step ended, and the loss of its batch.
 
-    Args:
-        config: Of the model.
-        prepare: Makes of the model what is trained, such as one with adapters.
+    The process waits for the device once in a step: a wait after each small batch would slow it.
     """
 
-    def __init__(
-        self, config: LlamaConfig, prepare: Callable[[LlamaForCausalLM], nn.Module] | None = None
-    ) -> None:
+    def __init__(self, model: nn.Module) -> None:
         super().__init__()
-        model = build(config)
-        self.model = model if prepare is None else prepare(model)
+        self.model = model
         self.marks: list[float] = []
         self.cpu_marks: list[float] = []
         self.losses: list[float] = []
-        self._parts: list[float] = []
+        self._parts: list[Tensor] = []
 
     def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
         loss: Tensor = self.model(**batch).loss
         return loss
 
     def on_train_batch_end(self, outputs: Mapping[str, Tensor], *_: object) -> None:
-        self._parts.append(float(outputs["loss"]))
+        self._parts.append(outputs["loss"].detach())
         if len(self._parts) == self.trainer.accumulate_grad_batches:
+            # Lightning has divided each by the number of batches that are accumulated.
+            self.losses.append(sum(map(float, self._parts)))
+            device_for(self.device).synchronize()
             self.marks.append(time.perf_counter())
             self.cpu_marks.append(time.process_time())
-            # Lightning has divided each by the number of batches that are accumulated.
-            self.losses.append(sum(self._parts))
             self._parts = []
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
@@ -101,6 +99,21 @@ class Decoder(pl.LightningModule):
     def step_cpu_seconds(self) -> list[float]:
         """The same in CPU time of this process, which others on the machine change less."""
         return [end - start for start, end in itertools.pairwise(self.cpu_marks)]
+
+
+class Decoder(TimedModel):
+    """A small Llama.
+
+    Args:
+        config: Of the model.
+        prepare: Makes of the model what is trained, such as one with adapters.
+    """
+
+    def __init__(
+        self, config: LlamaConfig, prepare: Callable[[LlamaForCausalLM], nn.Module] | None = None
+    ) -> None:
+        model = build(config)
+        super().__init__(model if prepare is None else prepare(model))
 
 
 def fit(

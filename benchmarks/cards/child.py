@@ -15,7 +15,7 @@ import sys
 import tempfile
 import time
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
 from statistics import median
@@ -23,7 +23,7 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.utils.data import DataLoader
 
 from benchmarks.cards.busy import BusyShare
@@ -38,7 +38,7 @@ from benchmarks.processes import (
     pin,
     worker_process,
 )
-from benchmarks.training import Sequences, adamw, random_tokens
+from benchmarks.training import Sequences, TimedModel, random_tokens
 from lightning_hetero import HeteroPipelineStrategy, PipelineProfiler, Plan, StagePlan, windows
 from lightning_hetero.callbacks.monitor import deployment_of, profile_of
 from lightning_hetero.coordinator.telemetry import Telemetry
@@ -60,36 +60,6 @@ PROFILE_SECONDS = {"full": 15.0, "tiny": 2.0}
 _MOST_SAID = 400
 
 Report = Callable[[Job, Result], None]
-
-
-class Timed(pl.LightningModule):
-    """A model; ``marks`` (in seconds) and ``losses`` are of each optimizer step.
-
-    The process waits for the device once in a step: a wait after each small batch would slow it.
-    """
-
-    def __init__(self, workload: Workload) -> None:
-        super().__init__()
-        self.model = workload.model()
-        self.marks: list[float] = []
-        self.losses: list[float] = []
-        self._parts: list[Tensor] = []
-
-    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
-        loss: Tensor = self.model(**batch).loss
-        return loss
-
-    def on_train_batch_end(self, outputs: Mapping[str, Tensor], *_: object) -> None:
-        self._parts.append(outputs["loss"].detach())
-        if len(self._parts) == self.trainer.accumulate_grad_batches:
-            # Lightning has divided each by the number of accumulated batches.
-            self.losses.append(sum(map(float, self._parts)))
-            device_for(self.device).synchronize()
-            self.marks.append(time.perf_counter())
-            self._parts = []
-
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return adamw([p for p in self.parameters() if p.requires_grad])
 
 
 class NotedPlan(pl.Callback):
@@ -182,7 +152,7 @@ class Bench:
         if job.how == "windows":
             return self._timed(job, strategy, in_windows=True)
 
-        def make_wait(module: Timed) -> None:
+        def make_wait(module: TimedModel) -> None:
             # With a backward hook on a module here, every batch waits for its backwards.
             head: nn.Module = module.model.lm_head
             head.register_full_backward_hook(lambda *_: None)
@@ -217,7 +187,7 @@ class Bench:
         self,
         job: Job,
         strategy: HeteroPipelineStrategy | None,
-        prepare: Callable[[Timed], None] | None = None,
+        prepare: Callable[[TimedModel], None] | None = None,
         in_windows: bool = False,
     ) -> Result:
         """The speed over the median step, the losses, and the layers of each process."""
@@ -236,11 +206,11 @@ class Bench:
         job: Job,
         strategy: HeteroPipelineStrategy | None,
         callbacks: list[pl.Callback],
-        prepare: Callable[[Timed], None] | None = None,
+        prepare: Callable[[TimedModel], None] | None = None,
         in_windows: bool = False,
-    ) -> Timed:
+    ) -> TimedModel:
         workload, is_small = self._workload(job), job.batches == SMALL_BATCHES
-        module = Timed(workload)
+        module = TimedModel(workload.model())
         if prepare is not None:
             prepare(module)
         tokens = random_tokens(
