@@ -152,7 +152,6 @@ class PassingLayers:
         enter: Called with the hidden states before the first layer, and with its call.
         leave: Called with the hidden states after the last layer; returns the hidden states for the
             head.
-
         forms: By layer, the known form of its result; the layers add the others.
 
     Attributes:

@@ -322,8 +322,11 @@ def alone(folder: Path, num_steps: int) -> dict[int, float]:
     return {int(step): float(loss) for step, _, loss in map(str.split, lines)}
 
 
-def check(steps: Sequence[tuple[int, float, float]], of_one: dict[int, float]) -> list[str]:
-    """What is not as it should be: a lost step, a step repeated with other bits, another loss."""
+def judged(
+    steps: Sequence[tuple[int, float, float]], of_one: dict[int, float]
+) -> tuple[str, list[str]]:
+    """The run in a sentence, and what is not as it should be: a lost step, a step repeated with
+    other bits, another loss."""
     losses: dict[int, float] = {}
     other = [step for step, _, loss in steps if losses.setdefault(step, loss) != loss]
     missing = {*range(1, max(losses, default=0) + 1)} - losses.keys()
@@ -333,7 +336,13 @@ def check(steps: Sequence[tuple[int, float, float]], of_one: dict[int, float]) -
         f"{len(other)} repeated steps have other bits": bool(other),
         f"a loss differs by {worst:.1e} from that of one device": worst > TOLERANCE,
     }
-    return [text for text, is_so in found.items() if is_so]
+    wrong = [text for text, is_so in found.items() if is_so]
+    said = (
+        f"{len(losses)} steps ended, {len(steps) - len(losses)} of them once more after a reboot, "
+        f"{len(other)} of these with other bits. The losses differ by {worst:.1e} at most from "
+        "those of one device, whose sums have another grouping."
+    )
+    return said, wrong
 
 
 def page(found: Rehearsal, verdict: str) -> str:
@@ -367,19 +376,13 @@ def main() -> None:
     found = rehearse(folder, options.minutes)
     steps = found.steps()
     of_one = alone(folder, max(step for step, _, _ in steps))
-    wrong = check(steps, of_one)
-    repeated = len(steps) - len({step for step, _, _ in steps})
-    worst = max(abs(loss / of_one[step] - 1) for step, _, loss in steps)
-    verdict = (
-        f"{len({step for step, _, _ in steps})} steps in {in_duration(60 * options.minutes)}, "
-        f"{repeated} of them twice after a reboot, with the same bits. The losses differ by "
-        f"{worst:.1e} at most from those of one device, whose sums have another grouping."
-    )
-    (folder / "page.md").write_text(page(found, verdict), encoding="utf-8")
-    console = Console(width=140)
-    console.print(page(found, verdict), markup=False)
+    said, wrong = judged(steps, of_one)
     never = [event.name for event in found.events if event.pause_seconds == float("inf")]
     wrong += [f"the run did not go on after: {name}" for name in never]
+    text = page(found, " ".join([said, *(f"**{fault}.**" for fault in wrong)]))
+    (folder / "page.md").write_text(text, encoding="utf-8")
+    console = Console(width=140)
+    console.print(text, markup=False)
     console.print("; ".join(wrong) or f"all is well; the page is {folder / 'page.md'}")
     sys.exit(1 if wrong else 0)
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -32,15 +33,22 @@ def runner_of(module: TinyModule) -> EndsRunner:
     return EndsRunner(module, layers, drawn.on_meta(), outputs)
 
 
+@contextmanager
+def running(module: TinyModule) -> Iterator[tuple[EndsRunner, Any]]:
+    """A runner that leaves no trace in a module, and a batch for it."""
+    runner = runner_of(module)
+    with no_trace(module, [layer.module for layer in runner.layers]):
+        yield runner, next(iter(loader(2, 2)))
+
+
 def may_leave(module: TinyModule) -> bool:
     """What the profiler finds for a module in a Trainer."""
     layers = find_decoder_layers(module)
     embedding = embedding_to_leave(module, layers)
     if embedding is None:
         return False
-    runner = runner_of(module)
-    with no_trace(module, [layer.module for layer in layers]):
-        return runner.only_layers_read(embedding, next(iter(loader(2, 2))))
+    with running(module) as (runner, batch):
+        return runner.only_layers_read(embedding, batch)
 
 
 class OfFamily(TinyModule):
@@ -159,20 +167,16 @@ def layers_tried(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 def test_forms_of_results_are_found_once_and_not_timed(layers_tried: list[int]) -> None:
     """A training finds them in its first micro-batch; they took 40 times as long as the calls."""
-    module = TinyModule()
-    runner = runner_of(module)
-    with no_trace(module, [layer.module for layer in runner.layers]):
-        seconds = runner.calling_seconds(next(iter(loader(2, 2))), num_runs=5)
+    with running(TinyModule()) as (runner, batch):
+        seconds = runner.calling_seconds(batch, num_runs=5)
     assert layers_tried == [*range(5)]
     assert 0 < seconds < 0.5
 
 
 def test_times_of_the_ends_have_no_search_for_forms(layers_tried: list[int]) -> None:
     """The search for the first layer's form was in the embedding's time: 6.5 ms in place of 0.5."""
-    module = TinyModule()
-    runner = runner_of(module)
-    with no_trace(module, [layer.module for layer in runner.layers]):
-        found = runner.measure(next(iter(loader(2, 2))), patience_seconds=0.0)
+    with running(TinyModule()) as (runner, batch):
+        found = runner.measure(batch, patience_seconds=0.0)
     assert layers_tried == [*range(5)]
     for part, measured in found.items():
         assert 0 < measured.forward_seconds < 0.5, part
