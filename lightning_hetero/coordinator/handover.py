@@ -26,6 +26,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from ..errors import BatchError, ModelError, StageFailed
 from ..model.carried_tensors import is_carried
 from ..model.layer_call import LayerCall, result_on_meta
+from ..model.layers import has_own_code
 from ..pipeline.boundary import Activation, Collected, join_activations
 from ..pipeline.handover import (
     Exchange,
@@ -58,7 +59,6 @@ from ..pipeline.trial_backward import (
     TriedBackward,
     backwards_in,
     difference_of_backwards,
-    has_own_code,
     other_gradients,
 )
 from ..pipeline.turns import current_turn

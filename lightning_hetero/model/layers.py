@@ -26,6 +26,8 @@ from .compiled_layers import without_wrapper
 
 # The parts of multi-modal models that make hidden states of images and sound.
 _TOWERS = ("vision_config", "audio_config")
+# Layers of these libraries alone run no code of the user's own.
+_LIBRARIES = frozenset({"torch", "transformers", "peft", "bitsandbytes"})
 # Lists of modules that an error names.
 _MOST_NEAR = 3
 
@@ -354,6 +356,13 @@ EMBEDDING_LAYER = -1
 """The embedding's number among the layers."""
 
 _REMEDY = "take `embedding: true` out of the plan, so that it stays with the coordinator"
+
+
+def has_own_code(layer: nn.Module) -> bool:
+    """Whether a layer has modules of the user's own."""
+    return any(
+        type(module).__module__.partition(".")[0] not in _LIBRARIES for module in layer.modules()
+    )
 
 
 def describe_layer(number: int) -> str:

@@ -29,14 +29,14 @@ from ..model.captured_outputs import collect_embedded, collecting
 from ..model.carried_tensors import returned
 from ..model.kv_cache import cache_index
 from ..model.layer_call import CacheUse, LayerCall, put_hidden, tensors_of
-from ..model.layers import EMBEDDING_LAYER, describe_layer
+from ..model.layers import EMBEDDING_LAYER, describe_layer, has_own_code
 from ..model.state import Stamp
 from ..model.tensors import may_have_gradient
 from ..plan import Recompute
 from .boundary import Activation, BatchNumbers, Collected, Gradients, Surroundings, leaf_of
 from .random_numbers import FIRST_TRIAL, PythonStreams, seed_action, seed_elsewhere
 from .rule import Key
-from .trial_backward import TRIED, has_own_code, tried_backward
+from .trial_backward import TRIED, tried_backward
 from .twin import answer_of, kind_of
 
 Call = Callable[..., Any]

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from ..model.captured_outputs import collecting
 from ..model.layer_call import LayerCall, put_hidden, tensors_of
-from ..model.layers import describe_layer
+from ..model.layers import describe_layer, has_own_code
 from .tolerance import FINE, MADE_UP_GRADIENTS, NOISE_IN_LAYERS, Compared, dim_of_cut, joined
 from .twin import made_up, numbers_of, rows_of
 
@@ -29,18 +29,9 @@ logger = logging.getLogger(__name__)
 TRIED = "gradients of layers"
 """The kind of the collected outputs sent by a trial with backwards."""
 
-# Layers of these libraries alone run no code of the user's own.
-_LIBRARIES = frozenset({"torch", "transformers", "peft", "bitsandbytes"})
 # The sizes at which gradients are clipped, or divided by their norms, are not known here: these are
 # about the largest and the smallest of a training.
 _SIZES = (1.0, 1e-3)
-
-
-def has_own_code(layer: nn.Module) -> bool:
-    """Whether a layer has modules of the user's own."""
-    return any(
-        type(module).__module__.partition(".")[0] not in _LIBRARIES for module in layer.modules()
-    )
 
 
 def tried_backward(layer: nn.Module, call: LayerCall, hidden: Tensor) -> list[Tensor]:
