@@ -38,6 +38,7 @@ WINGS = {
     "replan": ["replan"],
     "replicas": ["coordinator.replicas", "worker.replicas"],
     "report": ["report"],
+    "streamed_weights": ["devices.weight_file", "worker.streamed_weights"],
     "telemetry": ["coordinator.telemetry", "telemetry", "worker.telemetry"],
     "verify": ["verify"],
 }

@@ -2,12 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from importlib.util import find_spec
+from typing import TYPE_CHECKING
+
+import torch
+from torch import nn
 
 from ..devices.copies import Copies
+from ..protocol import messages as m
 from .layers import SessionLayers
 from .neighbors import SessionNeighbors
-from .parts import SessionPart, SessionSite, SoleHolder
+from .parts import SessionPart, SessionSite, SoleHolder, no_part
+
+if TYPE_CHECKING:
+    from .streamed_weights import Home, StreamedWeights
 
 
 def session_parts(site: SessionSite) -> list[SessionPart]:
@@ -45,6 +54,24 @@ def holder_of(layers: SessionLayers, copies: Copies, neighbors: SessionNeighbors
     from .replicas import SessionReplicas
 
     return SessionReplicas(layers, copies, neighbors.pass_on, neighbors.channel_to)
+
+
+def streamed_weights(
+    stage: m.StageSpec,
+    layers: Mapping[int, nn.Module],
+    device: torch.device,
+    homes: Mapping[int, Home],
+) -> StreamedWeights:
+    """The reader of the frozen weights of a stage, layer by layer.
+
+    Raises:
+        ModelError: If this worker lacks the part for it, or a place for the weights.
+    """
+    if not _has("streamed_weights"):
+        raise no_part("weights that are read layer by layer")
+    from .streamed_weights import StreamedWeights
+
+    return StreamedWeights(stage, layers, device, homes)
 
 
 def _has(wing: str) -> bool:
