@@ -125,6 +125,12 @@ class SessionLayers:
                 content = each.hold(name)
                 set_tensor(self.numbered, name, content.tensor, content.state)
 
+    def _drop_pages(self, name: str) -> None:
+        """Free the memory taken by reading a streamed tensor as a whole."""
+        for each in self.streamed.values():
+            if name in each.names:
+                each.drop(name)
+
     def _close_readers(self) -> None:
         for each in self.streamed.values():
             each.close()
@@ -201,6 +207,7 @@ class SessionLayers:
             said = m.TensorContent(name, list(state), request=message.request)
             self._coordinator.send(said, tensor, *state.values())
             self._coordinator.wait_until_sent(MOST_COPIES)
+            self._drop_pages(name)
         self._coordinator.send(m.Done(request=message.request))
 
     def _on_fetch_gradients(self, message: m.FetchGradients, _tensors: tuple[Tensor, ...]) -> None:
@@ -216,7 +223,10 @@ class SessionLayers:
     def _on_fetch_fingerprints(
         self, message: m.FetchFingerprints, _tensors: tuple[Tensor, ...]
     ) -> None:
-        found = [fingerprint_of(self.content(name).parts) for name in message.names]
+        found = []
+        for name in message.names:
+            found.append(fingerprint_of(self.content(name).parts))
+            self._drop_pages(name)
         self._coordinator.send(m.Fingerprints(found, request=message.request))
 
     def set_attributes(self, message: m.SetAttributes) -> None:

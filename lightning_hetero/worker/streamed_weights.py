@@ -241,6 +241,10 @@ class StreamedWeights:
         _, _, tensor = locate(self._layers, name)
         return Content(tensor.detach(), {}).on(self._device)
 
+    def drop(self, name: str) -> None:
+        """Free the memory taken by reading a tensor at home."""
+        self._homes[_number_of(name)].drop()
+
     def rest(self) -> None:
         """Let all parameters be at home.
 
