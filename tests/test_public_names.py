@@ -87,8 +87,9 @@ KEYS_OF_PROFILES: dict[type, str] = {
     ),
     profile.DeviceProfile: (
         "name device memory_bytes base_bytes timings optimizer_seconds software_seconds "
-        "largest_micro_batch versions stale confirmed price_per_hour watts"
+        "largest_micro_batch weights versions stale confirmed price_per_hour watts"
     ),
+    profile.WeightReading: "bytes_per_second most_bytes",
     profile.Timing: (
         "part micro_batch_size forward_seconds backward_seconds saved_bytes peak_bytes dtype "
         "recompute spread"

@@ -12,6 +12,7 @@ import mmap
 import os
 import shutil
 import tempfile
+import weakref
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -104,15 +105,13 @@ class _Piece:
 
     def __init__(self, folder: Path, num_bytes: int) -> None:
         self._folder = folder
-        self._file = tempfile.TemporaryFile(dir=folder)  # noqa: SIM115  # open as long as this
+        with tempfile.TemporaryFile(dir=folder) as file:
+            self._number = os.dup(file.fileno())
+        weakref.finalize(self, os.close, self._number)
         self.num_bytes = num_bytes
         self._used_bytes = 0
         os.ftruncate(self._number, num_bytes)
         self.mapped = mmap.mmap(self._number, num_bytes)
-
-    @property
-    def _number(self) -> int:
-        return self._file.fileno()
 
     @property
     def untaken_bytes(self) -> int:

@@ -13,8 +13,10 @@ stay as long as the graph.
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Collection, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -25,7 +27,7 @@ from torch.utils import swap_tensors
 
 from ..devices.copies import Mark, Streams
 from ..devices.device import Accelerator, device_for
-from ..devices.main_memory import is_in_main_memory
+from ..devices.main_memory import free_main_memory, is_in_main_memory
 from ..devices.weight_file import WeightFile, aligned, folder_for_weights
 from ..errors import ModelError
 from ..model.layers import EMBEDDING_LAYER, describe_layer
@@ -167,11 +169,8 @@ class StreamedWeights:
         self.names = streamed_names(stage, layers)
         self._layers = layers
         self._device = device
-        found = device_for(device)
-        self._streams: Streams[Any] | None = None
-        if isinstance(found, Accelerator) and found.has_streams():
-            self._streams = found.streams()
-        if stage.weights == "host" and found.uses_main_memory:
+        self._streams = streams_of(device)
+        if stage.weights == "host" and device_for(device).uses_main_memory:
             raise ModelError(
                 f"The plan has `weights: host` for stage {stage.number}, and the device "
                 f"{str(device)!r} of this worker computes in main memory itself. Write "
@@ -350,6 +349,14 @@ def _changed(number: int, leaf: str) -> ModelError:
     )
 
 
+def streams_of(device: torch.device) -> Streams[Any] | None:
+    """New streams of a device, if it has streams."""
+    found = device_for(device)
+    if isinstance(found, Accelerator) and found.has_streams():
+        return found.streams()
+    return None
+
+
 def streamed_names(stage: m.StageSpec, layers: Mapping[int, nn.Module]) -> frozenset[str]:
     """The frozen parameters to stream, without the embedding and tensors with several names.
 
@@ -379,6 +386,42 @@ def _sizes(stage: m.StageSpec, names: Collection[str]) -> dict[int, int]:
 
 def _number_of(name: str) -> int:
     return int(name.partition(".")[0])
+
+
+# Enough for a steady speed, and little beside a model.
+_TRIED_BYTES = 2**26
+
+
+def measured_reading(device: torch.device) -> dict[Weights, m.ReadingMeasured]:
+    """How fast this process reads frozen weights to a device, by their place.
+
+    A place that cannot be used is left out.
+    """
+    found: dict[Weights, m.ReadingMeasured] = {}
+    sample = torch.arange(_TRIED_BYTES // 4, dtype=torch.int32)
+    with suppress(ModelError):
+        folder = folder_for_weights(_TRIED_BYTES)
+        file = WeightFile(folder, _TRIED_BYTES)
+        kept = file.keep("", sample)
+        file.sync()
+        file.forget()
+        speed = _speed(file, kept, device)
+        found["disk"] = m.ReadingMeasured(speed, shutil.disk_usage(folder).free)
+    if not device_for(device).uses_main_memory:
+        home = PinnedHome(streams_of(device))
+        kept = home.keep("", sample)
+        found["host"] = m.ReadingMeasured(_speed(home, kept, device), free_main_memory())
+    return found
+
+
+def _speed(home: Home, kept: Tensor, device: torch.device) -> float:
+    """Bytes per second from a home to a device; a first copy prepares the device."""
+    clock = device_for(device)
+    torch.empty_like(kept).to(device)
+    start = clock.moment()
+    home.read_ahead()
+    kept.to(device).sum()
+    return kept.nbytes / max(clock.moment().seconds_after(start), 1e-6)
 
 
 def _of_kind(home: Home | None, kind: type) -> Any:

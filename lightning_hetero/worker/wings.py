@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from ..devices.copies import Copies
+from ..plan import Weights
 from ..protocol import messages as m
 from .layers import SessionLayers
 from .neighbors import SessionNeighbors
@@ -25,7 +26,9 @@ def session_parts(site: SessionSite) -> list[SessionPart]:
     if _has("trials"):
         from .trials import SessionTrials
 
-        found.append(SessionTrials(site.coordinator, site.host, site.dial_neighbor))
+        found.append(
+            SessionTrials(site.coordinator, site.host, site.dial_neighbor, measured_reading)
+        )
     if _has("telemetry"):
         from .telemetry import SessionTelemetry
 
@@ -72,6 +75,15 @@ def streamed_weights(
     from .streamed_weights import StreamedWeights
 
     return StreamedWeights(stage, layers, device, homes)
+
+
+def measured_reading(device: torch.device) -> dict[Weights, m.ReadingMeasured]:
+    """How fast frozen weights are read, by their place; empty without the part for it."""
+    if not _has("streamed_weights"):
+        return {}
+    from .streamed_weights import measured_reading
+
+    return measured_reading(device)
 
 
 def _has(wing: str) -> bool:
