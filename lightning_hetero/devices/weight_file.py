@@ -26,6 +26,8 @@ from ..errors import ModelError
 _ALIGNMENT_BYTES = 64
 # A larger request to read ahead may be cut by the system.
 _READ_BYTES = 2**24
+# Written pages are not free memory before the disk has them, and control groups may not wait.
+_MOST_UNWRITTEN_BYTES = 2**25
 
 _MOUNTS = Path("/proc/self/mountinfo")
 _IN_MEMORY = {"tmpfs", "ramfs"}
@@ -109,7 +111,7 @@ class _Piece:
             self._number = os.dup(file.fileno())
         weakref.finalize(self, os.close, self._number)
         self.num_bytes = num_bytes
-        self._used_bytes = 0
+        self._used_bytes = self._unwritten_bytes = 0
         os.ftruncate(self._number, num_bytes)
         self.mapped = mmap.mmap(self._number, num_bytes)
 
@@ -126,10 +128,16 @@ class _Piece:
         # A write to the mapping would end the process where the disk is full.
         written = 0
         while written < region.num_bytes:
-            written += os.pwrite(self._number, content[written:], region.start + written)
+            piece = content[written : written + _MOST_UNWRITTEN_BYTES]
+            count = os.pwrite(self._number, piece, region.start + written)
+            written += count
+            self._unwritten_bytes += count
+            if self._unwritten_bytes >= _MOST_UNWRITTEN_BYTES:
+                self.sync()
 
     def sync(self) -> None:
         os.fsync(self._number)
+        self._unwritten_bytes = 0
 
     def read_ahead(self) -> None:
         for start in range(0, self._used_bytes, _READ_BYTES):

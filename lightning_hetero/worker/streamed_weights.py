@@ -27,7 +27,7 @@ from torch.utils import swap_tensors
 
 from ..devices.copies import Mark, Streams
 from ..devices.device import Accelerator, device_for
-from ..devices.main_memory import free_main_memory, is_in_main_memory
+from ..devices.main_memory import free_main_memory, give_back_free_memory, is_in_main_memory
 from ..devices.weight_file import WeightFile, aligned, folder_for_weights
 from ..errors import ModelError
 from ..model.layers import EMBEDDING_LAYER, describe_layer
@@ -38,6 +38,7 @@ from ..protocol import messages as m
 
 # Parts of a 4-bit state below this stay in memory: code books and the like.
 _LEAST_BYTES = 4096
+_LARGE_BYTES = 2**20
 
 
 class Home(Protocol):
@@ -212,6 +213,9 @@ class StreamedWeights:
             ModelError: If it cannot be kept.
         """
         self.rest()
+        if content.num_bytes >= _LARGE_BYTES:
+            # The tensors before this one have left holes in the heap.
+            give_back_free_memory()
         number = _number_of(name)
         self._places.pop(number, None)
         home = self._homes[number]
