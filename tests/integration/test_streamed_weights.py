@@ -13,16 +13,17 @@ from lightning.pytorch.callbacks import Callback
 from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
-from lightning_hetero import HeteroPipelineStrategy, Plan, StagePlan
+from lightning_hetero import HeteroPipelineStrategy, Plan, Recovery, StagePlan
 from lightning_hetero.callbacks.weight_average import StageWeightAveraging
 from lightning_hetero.errors import StageFailed, WorkerError
 from lightning_hetero.plan import Weights
 
-from ..conftest import worker_process
+from ..conftest import WorkerProcess, worker_process
 from ..equality import differing
 from ..families import tiny_model
 from ..models import TinyModule, fit, loader
 from ..pairwise import keeping, repeats
+from .lost_runs import kill_session
 from .moves import Moves
 
 NUM_LAYERS = 4
@@ -188,6 +189,39 @@ def test_replicas_read_their_weights_layer_by_layer(workers: list[str], tmp_path
         train(Adapted(in_four_bits(tmp_path)), strategy(weights)) for weights in ("disk", None)
     )
     assert_same(found, expected)
+
+
+class Kills(Callback):
+    """Kills the session of a worker before the third step, and inside the fourth one."""
+
+    def __init__(self, worker: WorkerProcess) -> None:
+        self.worker = worker
+
+    def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, batch_idx: int) -> None:
+        if batch_idx == 2:
+            kill_session(self.worker)
+
+    def on_before_optimizer_step(self, trainer: Any, *_: Any) -> None:
+        if trainer.global_step == 3:
+            kill_session(self.worker)
+
+
+@repeats("test_weights_on_disk_have_the_bits_of_one_device")
+@pytest.mark.filterwarnings("ignore:.*was lost")
+def test_a_lost_worker_reads_its_weights_again_and_leaves_no_file(tmp_path: Path) -> None:
+    cache = tmp_path / "cache"
+    with (
+        worker_process(XDG_CACHE_HOME=str(cache)) as first,
+        worker_process(XDG_CACHE_HOME=str(cache)) as second,
+    ):
+        names = [first.address, second.address]
+        expected = train(Adapted(in_four_bits(tmp_path)), over(names, "disk"))
+        plan = plan_of(names, (3, NUM_LAYERS), "disk")
+        recovery = Recovery(folder=tmp_path / "recovery")
+        strategy = HeteroPipelineStrategy(names, plan, recovery=recovery)
+        assert_same(train(Adapted(in_four_bits(tmp_path)), strategy, Kills(first)), expected)
+        folder = cache / "lightning-hetero" / "weights"
+        assert [*folder.iterdir()] == []
 
 
 def test_a_stage_without_frozen_weights_is_refused(workers: list[str]) -> None:
