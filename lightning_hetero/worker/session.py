@@ -185,8 +185,6 @@ class StageSession:
             **self._optimizers.handlers,
             **self._layers.handlers,
             **self._replicas.handlers,
-            m.KeepSent: self._on_keep_sent,
-            m.ForgetSent: self._on_forget_sent,
             m.ReplaceNeighbor: self._on_replace_neighbor,
             m.Replay: self._on_replay,
             m.Wait: self._on_wait,
@@ -555,13 +553,6 @@ class StageSession:
             part.on_launch()
         self._connect(self._neighbors.peers)
         self._coordinator.send(m.Done(request=message.request))
-
-    def _on_keep_sent(self, message: m.KeepSent, _tensors: tuple[Tensor, ...]) -> None:
-        self._neighbors.keep_sent(message.most_bytes)
-        self._replicas.expect_repeats()
-
-    def _on_forget_sent(self, message: m.ForgetSent, _tensors: tuple[Tensor, ...]) -> None:
-        self._neighbors.forget_sent(message.behind, message.round)
 
     def _on_replace_neighbor(
         self, message: m.ReplaceNeighbor, _tensors: tuple[Tensor, ...]
