@@ -171,6 +171,8 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=64, help="the length of a sequence")
     options = parser.parse_args()
     be_quiet()
+    # As `benchmarks/memory` says, the heap of a processor's worker grows with holes otherwise.
+    os.environ["MALLOC_MMAP_THRESHOLD_"] = str(MIB)
     frozen_bytes = Adapted(options.hidden, options.layers).frozen_bytes
     # Python and torch take a part of it before the first layer is there.
     group_bytes = 256 * MIB + frozen_bytes // 2

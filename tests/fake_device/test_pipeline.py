@@ -150,7 +150,7 @@ def read_by_layers(workers: Sequence[str], device: str, weights: Weights | None)
     )
 
 
-@pytest.mark.parametrize("weights", ["host", "disk"])
+@pytest.mark.parametrize("weights", keeping(["host"], ["host", "disk"]))
 @on_fake_device
 def test_weights_that_are_read_layer_by_layer_change_no_bit(
     weights: Weights, first_worker: str, second_worker: str, plain_workers: list[str]
