@@ -33,6 +33,7 @@ from ..pipeline.optimizer import (
     optimizer_class_name,
     optimizer_defaults,
     optimizer_gradients,
+    overridden,
     total_norm,
 )
 from ..pipeline.recorder import APPLY, Recorder
@@ -450,6 +451,14 @@ class RemoteOptimizer:
             )
             for group in self.optimizer.param_groups
         ]
+        for parameter in overridden(self.optimizer):
+            if parameter in self._names_of:
+                raise ModelError(
+                    f"{self._names_of[parameter]} of the layers has settings of its own in "
+                    "bitsandbytes' GlobalOptimManager, and workers do not get them. Take them "
+                    "back, and use a class with 32 bits if a state of 8 bits is too coarse, or "
+                    "keep the layer with the coordinator."
+                )
         class_name = optimizer_class_name(self.optimizer)
         defaults = optimizer_defaults(self.optimizer)
         self._parts.build(self._number, class_name, defaults, groups)

@@ -33,6 +33,13 @@ _OWN = ":"
 _LIBRARIES = frozenset({"bitsandbytes", "torch"})
 NOTHING_ALLOWED = Allowed()
 
+# Tensors in the state of bitsandbytes' optimizers: bytes or float32, for a parameter of any dtype.
+# Their step leaves a parameter unchanged, without an error, if its state has another dtype.
+_PAGED_STATE = frozenset({"state1", "state2"})
+_STATE_OF_BITSANDBYTES = _PAGED_STATE | {"qmap1", "qmap2", "absmax1", "absmax2", "unorm_vec"}
+# bitsandbytes pages a state between a device of the first kind and main memory.
+_PAGING_DEVICES = frozenset({"cuda", "xpu"})
+_MAIN_MEMORY_DEVICES = frozenset({"cpu", "mps"})
 # Optimizers of bitsandbytes keep a code book of so many numbers beside any parameter.
 _MOST_BESIDE = 256
 # Optimizers with preconditioners skip a larger dimension.
@@ -94,10 +101,11 @@ def is_of_a_library(kind: type[Optimizer]) -> bool:
 
 
 def most_in_state(parameter: Tensor) -> int:
-    """The most numbers that a tensor in an optimizer's state of a parameter may have: the
-    parameter's number, a code book's, or the square of a dimension, for preconditioners."""
+    """The most numbers that a tensor in an optimizer's state of a parameter may have: two for each
+    number of the parameter, as in AdEMAMix, a code book's, or the square of a dimension, for
+    preconditioners."""
     squares = [size**2 for size in parameter.shape if size <= _LARGEST_PRECONDITIONED]
-    return max(parameter.numel(), _MOST_BESIDE, *squares)
+    return max(2 * parameter.numel(), _MOST_BESIDE, *squares)
 
 
 def own_optimizer_modules() -> set[str]:
@@ -261,6 +269,8 @@ def optimizer_defaults(optimizer: Optimizer) -> dict[str, Any]:
     arguments = dict(vars(optimizer.args)) if hasattr(optimizer, "args") else {}
     if type(optimizer).__name__.endswith("bit"):
         del arguments["optim_bits"]  # implied by the class: its constructor lacks it
+    if hasattr(optimizer, "is_paged"):
+        arguments["is_paged"] = optimizer.is_paged
     return {**optimizer.defaults, **arguments}
 
 
@@ -313,7 +323,8 @@ class Stepped:
                     setattr(alone, name, value)
             alone.param_groups[group].update(options)
             if self.state:
-                alone.state[parameter] = state_beside(parameter, copy.deepcopy(self.state), options)
+                state = copy.deepcopy(self.state)
+                alone.state[parameter] = state_beside(alone, parameter, state, options)
             alone.step()
         found = group_options(alone.param_groups[group])
         options_behind = {key: value for key, value in found.items() if key not in kernels}
@@ -403,6 +414,7 @@ class StageOptimizer:
             raise ModelError(f"The stage has no parameters {sorted(unknown)} to optimize.")
         self._parameters = parameters
         self.optimizer = _make(kind, defaults, groups, parameters)
+        _page_by_device(self.optimizer, {each.device.type for each in parameters.values()})
         # A parameter outside of the optimizer's groups may still have a state.
         self._group_of = {id(p): g for g in self.optimizer.param_groups for p in g["params"]}
 
@@ -433,7 +445,7 @@ class StageOptimizer:
             raise ModelError(f"The stage has no parameter {name!r} to load optimizer state for.")
         parameter = self._parameters[name]
         group = self._group_of.get(id(parameter), {})
-        self.optimizer.state[parameter] = state_beside(parameter, state, group)
+        self.optimizer.state[parameter] = state_beside(self.optimizer, parameter, state, group)
 
 
 def _make(
@@ -477,16 +489,72 @@ def _find_class(class_name: str, parameters: Mapping[str, nn.Parameter], allowed
     return kind
 
 
+def _page_by_device(optimizer: Any, devices: Collection[str]) -> None:
+    """Let a paged optimizer of bitsandbytes page only on a device with a memory of its own.
+
+    In main memory it would only warn, or fail.
+
+    Raises:
+        ModelError: If bitsandbytes cannot page the memory of the device.
+    """
+    if not is_paged(optimizer) or _PAGING_DEVICES.issuperset(devices):
+        return
+    if not _MAIN_MEMORY_DEVICES.issuperset(devices):
+        raise ModelError(
+            f"bitsandbytes cannot page the state of {type(optimizer).__name__} on the device "
+            f"{', '.join(sorted(devices))}. Use an optimizer that is not paged, or leave this "
+            "worker out."
+        )
+    optimizer.is_paged = False
+
+
+def overridden(optimizer: Any) -> list[Tensor]:
+    """The parameters with settings of their own in bitsandbytes' `GlobalOptimManager`."""
+    manager = getattr(optimizer, "mng", None)
+    if manager is None:
+        return []
+    of_modules = [getattr(module, name) for module, name, _ in manager.module_weight_config_triple]
+    ids = {*manager.pid2config, *map(id, of_modules)}
+    return [
+        parameter
+        for number, group in enumerate(optimizer.param_groups)
+        for position, parameter in enumerate(group["params"])
+        if id(parameter) in ids or (number, position) in manager.index2config
+    ]
+
+
+def is_paged(optimizer_or_state: Any) -> bool:
+    """Whether bitsandbytes pages an optimizer's state, or a tensor of it."""
+    return bool(getattr(optimizer_or_state, "is_paged", False))
+
+
 def state_beside(
-    parameter: Tensor, state: Mapping[str, Any], group: Mapping[str, Any]
+    optimizer: Optimizer, parameter: Tensor, state: Mapping[str, Any], group: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """The state of a parameter, on its device and in its dtype.
+    """The state of a parameter, on its device and in its dtype, and in pages if the optimizer is
+    paged.
 
     A step count stays unchanged, unless the parameter's group is fused or capturable: such a step
     runs on the device, with the count in float32 there.
     """
     counts_on_device = bool(group.get("fused") or group.get("capturable"))
-    return {key: _beside(parameter, key, value, counts_on_device) for key, value in state.items()}
+    paged = _PAGED_STATE if is_paged(optimizer) else frozenset()
+    return {
+        key: _in_pages(optimizer, parameter, in_dtype_of(parameter, key, value))
+        if key in paged and isinstance(value, Tensor)
+        else _beside(parameter, key, value, counts_on_device)
+        for key, value in state.items()
+    }
+
+
+def _in_pages(optimizer: Any, parameter: Tensor, value: Tensor) -> Tensor:
+    """A tensor of a state in pages; bitsandbytes' own loading would put it on the device."""
+    if is_paged(value):
+        return value
+    # Only its shape and device count, and this takes no memory.
+    like = torch.empty(1, device=parameter.device).expand(value.shape)
+    page: Tensor = optimizer.get_state_buffer(like, dtype=value.dtype)
+    return page.copy_(value)
 
 
 def _beside(parameter: Tensor, key: str, value: Any, counts_on_device: bool) -> Any:
@@ -501,6 +569,8 @@ def in_dtype_of(parameter: Tensor, key: str, value: Any) -> Any:
     """A state value in the dtype of its parameter, if it is a tensor of its shape."""
     if not isinstance(value, Tensor) or not value.is_floating_point() or key == "step":
         return value
+    if key in _STATE_OF_BITSANDBYTES:
+        return value.float()
     return value.to(parameter.dtype) if value.shape == parameter.shape else value
 
 
