@@ -492,7 +492,7 @@ class RemoteOptimizer:
                 # A parameter with two names in its layer comes under both, and is known by one.
                 parameter = self._parameters.get(name)
                 if parameter is not None:
-                    found[name] = _as_here(parameter, state)
+                    found[name] = _as_here(self.optimizer, parameter, state)
                     progress.advance(parameter.nbytes)
         return found
 
@@ -553,13 +553,13 @@ def _is_meta(state: Mapping[str, Any]) -> bool:
     return any(isinstance(value, Tensor) and value.is_meta for value in state.values())
 
 
-def _as_here(parameter: Tensor, state: Mapping[str, Any]) -> dict[str, Any]:
-    """A received state in the dtypes of its parameter.
+def _as_here(optimizer: Optimizer, parameter: Tensor, state: Mapping[str, Any]) -> dict[str, Any]:
+    """A received state in the dtypes that it has beside its parameter.
 
     The tensors of a frame share its memory: a step count of four bytes would keep all of it, when
     the others are replaced by converted ones.
     """
-    converted = {key: in_dtype_of(parameter, key, value) for key, value in state.items()}
+    converted = {k: in_dtype_of(optimizer, parameter, k, value) for k, value in state.items()}
     unchanged = [key for key, value in state.items() if converted[key] is value]
     if len(unchanged) < len(state):
         copies = {k: state[k].clone() for k in unchanged if isinstance(state[k], Tensor)}

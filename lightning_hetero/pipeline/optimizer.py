@@ -31,6 +31,11 @@ _BITSANDBYTES = "bitsandbytes."
 # Between the module and the name of a user's own class.
 _OWN = ":"
 _LIBRARIES = frozenset({"bitsandbytes", "torch"})
+_CLASSES_OF_TORCH = tuple(
+    kind
+    for kind in vars(torch.optim).values()
+    if isinstance(kind, type) and issubclass(kind, Optimizer) and kind is not Optimizer
+)
 NOTHING_ALLOWED = Allowed()
 
 # Tensors in the state of bitsandbytes' optimizers: bytes or float32, for a parameter of any dtype.
@@ -540,9 +545,9 @@ def state_beside(
     counts_on_device = bool(group.get("fused") or group.get("capturable"))
     paged = _PAGED_STATE if is_paged(optimizer) else frozenset()
     return {
-        key: _in_pages(optimizer, parameter, in_dtype_of(parameter, key, value))
+        key: _in_pages(optimizer, parameter, in_dtype_of(optimizer, parameter, key, value))
         if key in paged and isinstance(value, Tensor)
-        else _beside(parameter, key, value, counts_on_device)
+        else _beside(optimizer, parameter, key, value, counts_on_device)
         for key, value in state.items()
     }
 
@@ -557,21 +562,28 @@ def _in_pages(optimizer: Any, parameter: Tensor, value: Tensor) -> Tensor:
     return page.copy_(value)
 
 
-def _beside(parameter: Tensor, key: str, value: Any, counts_on_device: bool) -> Any:
+def _beside(
+    optimizer: Optimizer, parameter: Tensor, key: str, value: Any, counts_on_device: bool
+) -> Any:
     if not isinstance(value, Tensor):
         return value
     if key == "step":
         return value.to(parameter.device, torch.float32) if counts_on_device else value
-    return in_dtype_of(parameter, key, value).to(parameter.device)
+    return in_dtype_of(optimizer, parameter, key, value).to(parameter.device)
 
 
-def in_dtype_of(parameter: Tensor, key: str, value: Any) -> Any:
-    """A state value in the dtype of its parameter, if it is a tensor of its shape."""
+def in_dtype_of(optimizer: Optimizer, parameter: Tensor, key: str, value: Any) -> Any:
+    """A state value in the dtype in which the optimizer has it beside the parameter.
+
+    The optimizers of torch have tensors of the parameter's shape in the parameter's dtype. One of
+    the user's own may keep float32 beside bfloat16, and its state stays as it made it.
+    """
     if not isinstance(value, Tensor) or not value.is_floating_point() or key == "step":
         return value
     if key in _STATE_OF_BITSANDBYTES:
         return value.float()
-    return value.to(parameter.dtype) if value.shape == parameter.shape else value
+    follows = isinstance(optimizer, _CLASSES_OF_TORCH) and value.shape == parameter.shape
+    return value.to(parameter.dtype) if follows else value
 
 
 @contextmanager

@@ -33,6 +33,8 @@ from lightning_hetero.pipeline.optimizer import (
     total_norm,
 )
 
+from .. import own_optimizers
+
 NAN = float("nan")
 KINDS: list[tuple[str, dict[str, Any]]] = [
     ("SGD", {"lr": 0.1, "momentum": 0.9, "nesterov": True}),
@@ -440,3 +442,16 @@ def test_settings_of_single_parameters_in_bitsandbytes_are_found() -> None:
         patch.setattr(manager, "module_weight_config_triple", [(module, "weight", {})])
         assert [id(each) for each in overridden(made)] == [*map(id, owners)]
     assert second is owners[1]
+
+
+@pytest.mark.parametrize(
+    ("make", "expected"),
+    [(own_optimizers.InFloat32, torch.float32), (torch.optim.SGD, torch.bfloat16)],
+)
+def test_a_state_of_ones_own_optimizer_keeps_its_dtype(make: Any, expected: torch.dtype) -> None:
+    """The optimizers of torch have their state in the dtype of the parameter."""
+    parameter = nn.Parameter(torch.ones(3, 2, dtype=torch.bfloat16))
+    optimizer = make([parameter])
+    momentum = torch.ones(3, 2)
+    found = optimizers.state_beside(optimizer, parameter, {"momentum": momentum}, {})
+    assert found["momentum"].dtype == expected
