@@ -34,6 +34,7 @@ from ..pipeline.optimizer import (
     optimizer_defaults,
     optimizer_gradients,
     overridden,
+    page_by_device,
     total_norm,
 )
 from ..pipeline.recorder import APPLY, Recorder
@@ -376,6 +377,8 @@ class RemoteOptimizer:
         self._held = [id(parameter) for parameter in optimized_parameters(optimizer)]
         self._parameters = {name: parameter for parameter, name in names_of.items()}
         self._build()
+        here = (p for p in optimized_parameters(optimizer) if p not in names_of)
+        self._page_again = page_by_device(optimizer, here)
         self._send_state()
         self._hook = optimizer.register_state_dict_post_hook(self._add_remote_state)
         # Not by a hook: some optimizers load in their own way, without hooks.
@@ -442,6 +445,7 @@ class RemoteOptimizer:
         """Leave the optimizer an ordinary one."""
         self._hook.remove()
         self._put_back()
+        self._page_again()
 
     def _build(self) -> None:
         groups = [

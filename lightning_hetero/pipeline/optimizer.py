@@ -24,6 +24,7 @@ from torch.optim import Optimizer
 
 from ..errors import ModelError
 from ..model.allowed_imports import Allowed, ImportPath, find_class, path_of
+from ..model.override import stand_in
 from ..optional import bitsandbytes
 
 # Before the name of a class of bitsandbytes.
@@ -419,7 +420,7 @@ class StageOptimizer:
             raise ModelError(f"The stage has no parameters {sorted(unknown)} to optimize.")
         self._parameters = parameters
         self.optimizer = _make(kind, defaults, groups, parameters)
-        _page_by_device(self.optimizer, {each.device.type for each in parameters.values()})
+        page_by_device(self.optimizer, parameters.values())
         # A parameter outside of the optimizer's groups may still have a state.
         self._group_of = {id(p): g for g in self.optimizer.param_groups for p in g["params"]}
 
@@ -494,23 +495,31 @@ def _find_class(class_name: str, parameters: Mapping[str, nn.Parameter], allowed
     return kind
 
 
-def _page_by_device(optimizer: Any, devices: Collection[str]) -> None:
-    """Let a paged optimizer of bitsandbytes page only on a device with a memory of its own.
+def page_by_device(optimizer: Any, parameters: Iterable[Tensor]) -> Callable[[], object]:
+    """Let a paged optimizer of bitsandbytes page only where a device has a memory of its own.
 
     In main memory it would only warn, or fail.
+
+    Args:
+        optimizer: Any optimizer.
+        parameters: The parameters that it steps in this process.
+
+    Returns:
+        A function that undoes this.
 
     Raises:
         ModelError: If bitsandbytes cannot page the memory of the device.
     """
+    devices = {parameter.device.type for parameter in parameters}
     if not is_paged(optimizer) or _PAGING_DEVICES.issuperset(devices):
-        return
+        return lambda: None
     if not _MAIN_MEMORY_DEVICES.issuperset(devices):
         raise ModelError(
             f"bitsandbytes cannot page the state of {type(optimizer).__name__} on the device "
             f"{', '.join(sorted(devices))}. Use an optimizer that is not paged, or leave this "
-            "worker out."
+            "device out."
         )
-    optimizer.is_paged = False
+    return stand_in(optimizer, "is_paged", False)
 
 
 def overridden(optimizer: Any) -> list[Tensor]:

@@ -34,7 +34,7 @@ class FakeParts:
 
     def build(self, number: int, name: str, defaults: Any, groups: list[Group]) -> None:
         assert number == 7
-        self.class_name = name
+        self.class_name, self.defaults = name, defaults
         self.built = groups
 
     def progress(self, what: str, num_bytes: int) -> ProgressInLines:
@@ -297,3 +297,23 @@ def test_settings_of_single_parameters_in_bitsandbytes_are_refused_for_workers(
         make("AdamW8bit")
     monkeypatch.setattr(manager, "pid2config", {})
     make("AdamW32bit")
+
+
+@pytest.mark.parametrize("kind", ["PagedAdamW", "AdEMAMix"])
+def test_paging_is_off_here_in_main_memory_and_on_for_workers(kind: str) -> None:
+    """A processor here may have workers with GPUs."""
+    library = pytest.importorskip("bitsandbytes").optim
+    here = nn.Parameter(torch.ones(400, 300))
+    away = nn.Parameter(torch.empty(2, device="meta"))
+    options = {} if kind.startswith("Paged") else {"is_paged": True}
+    optimizer = getattr(library, kind)([here, away], **options)
+    remote = RemoteOptimizer(optimizer, 7, FakeParts(), {away: "3.a"})  # type: ignore[arg-type]
+    assert not optimizer.is_paged
+    here.grad = torch.ones_like(here)
+    with torch.compiler.set_stance("force_eager"):
+        optimizer.step()
+    remote.detach()
+    assert optimizer.is_paged
+    again = FakeParts()
+    RemoteOptimizer(optimizer, 7, again, {away: "3.a"})  # type: ignore[arg-type]
+    assert again.defaults["is_paged"] is True

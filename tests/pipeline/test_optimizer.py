@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import math
 from random import Random
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -30,6 +31,7 @@ from lightning_hetero.pipeline.optimizer import (
     optimizer_class_name,
     optimizer_defaults,
     overridden,
+    page_by_device,
     total_norm,
 )
 
@@ -375,21 +377,24 @@ def test_a_worker_knows_that_an_optimizer_is_paged(kind: str) -> None:
         assert optimizer_defaults(made)["is_paged"] is paged
 
 
-@pytest.mark.follows("Use an optimizer that is not paged, or leave this worker out.")
+@pytest.mark.follows("Use an optimizer that is not paged, or leave this device out.")
 @pytest.mark.parametrize("kind", ["PagedAdamW", "PagedAdEMAMix"])
 @pytest.mark.parametrize("device", ["cpu", "mps", "cuda", "xpu", "npu"])
 def test_a_state_is_paged_where_a_device_has_its_own_memory(kind: str, device: str) -> None:
     library = pytest.importorskip("bitsandbytes").optim
     parameters = [nn.Parameter(torch.ones(2))]
     optimizer = getattr(library, kind)(parameters)
+    there: Any = [SimpleNamespace(device=SimpleNamespace(type=device))]
     if device == "npu":
         with pytest.raises(ModelError, match=f"cannot page the state of {kind} on the device npu"):
-            optimizers._page_by_device(optimizer, {device})
+            page_by_device(optimizer, there)
         unpaged = getattr(library, kind.removeprefix("Paged"))(parameters)
-        optimizers._page_by_device(unpaged, {device})
+        page_by_device(unpaged, there)
     else:
-        optimizers._page_by_device(optimizer, {device})
+        undo = page_by_device(optimizer, there)
         assert optimizer.is_paged is (device in ("cuda", "xpu"))
+        undo()
+        assert optimizer.is_paged
 
 
 def test_on_a_processor_a_large_state_is_not_paged() -> None:
