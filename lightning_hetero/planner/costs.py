@@ -193,7 +193,7 @@ class Option:
             part.parameter_bytes_in.get(dtype, part.parameter_bytes) for part in parts
         )
         self.gradients = _sums(part.gradient_bytes for part in parts)
-        self.optimizer = _sums(part.optimizer_bytes for part in parts)
+        self.optimizer = _sums(device.optimizer_bytes_of(part) for part in parts)
         self._of_kinds = [
             (_sums(kind == other for other in model.layers), cost)
             for kind, cost in plain.items()
@@ -335,7 +335,8 @@ class Holder:
             base=self.device.base_bytes,
             weights=_over(option.weights, first, end) + sum(p.parameter_bytes for p in parts),
             gradients=_over(option.gradients, first, end) + sum(p.gradient_bytes for p in parts),
-            optimizer=_over(option.optimizer, first, end) + sum(p.optimizer_bytes for p in parts),
+            optimizer=_over(option.optimizer, first, end)
+            + sum(self.device.optimizer_bytes_of(part) for part in parts),
             in_flight=in_flight * kept + self._waiting(option, first, end),
             working=working,
             boundaries=self._num_boundaries * self._boundary_bytes,
