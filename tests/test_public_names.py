@@ -86,8 +86,9 @@ KEYS_OF_PROFILES: dict[type, str] = {
         "parameter_bytes_in is_experts"
     ),
     profile.DeviceProfile: (
-        "name device memory_bytes base_bytes timings optimizer_seconds software_seconds "
-        "largest_micro_batch weights versions stale confirmed price_per_hour watts"
+        "name device memory_bytes base_bytes timings optimizer_seconds optimizer_bytes "
+        "software_seconds largest_micro_batch weights versions stale confirmed price_per_hour "
+        "watts"
     ),
     profile.WeightReading: "bytes_per_second most_bytes",
     profile.Timing: (

@@ -178,6 +178,7 @@ SECOND_TIER = frozenset(
         "integration/test_own_layers.py::test_a_sequential_is_a_list_of_layers",
         "integration/test_own_layers.py::test_local_workers_allow_the_layers_by_themselves",
         "integration/test_own_layers.py::test_replicas_add_up_a_parameter_with_two_names_once",
+        "integration/test_own_optimizers.py::test_a_state_wider_than_its_weights_moves_as_it_is",
         "integration/test_own_optimizers.py::test_its_state_is_in_checkpoints",
         "integration/test_own_optimizers.py::test_what_is_computed_of_weights_by_hand_is_refused_and_the_optimizer_does_it",
         "integration/test_patched_code.py",

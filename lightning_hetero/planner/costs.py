@@ -207,7 +207,7 @@ class Option:
         self.weight_bytes = _sums(weight_bytes[kind] for kind in model.layers)
         self.frozen_bytes = _sums(self._frozen_bytes[kind] for kind in model.layers)
         self.gradients = _sums(parts[kind].gradient_bytes for kind in model.layers)
-        self.optimizer = _sums(parts[kind].optimizer_bytes for kind in model.layers)
+        self.optimizer = _sums(device.optimizer_bytes_of(parts[kind]) for kind in model.layers)
         self._counts = {
             kind: _sums(kind == other for other in model.layers) for kind in model.kinds
         }
@@ -389,7 +389,8 @@ class Holder:
             base=self.device.base_bytes,
             weights=option.held_bytes(first, end) + sum(p.parameter_bytes for p in parts),
             gradients=_over(option.gradients, first, end) + sum(p.gradient_bytes for p in parts),
-            optimizer=_over(option.optimizer, first, end) + sum(p.optimizer_bytes for p in parts),
+            optimizer=_over(option.optimizer, first, end)
+            + sum(self.device.optimizer_bytes_of(part) for part in parts),
             in_flight=in_flight * kept + self._waiting(option, first, end),
             working=working,
             boundaries=self._num_boundaries * self._boundary_bytes,
