@@ -1,8 +1,10 @@
 """Train a saved model with all of it on two local workers, and print the coordinator's memory.
 
-    python -m tests.integration.coordinator_memory FOLDER
+    python -m tests.integration.coordinator_memory FOLDER away
+    python -m tests.integration.coordinator_memory FOLDER here
 
-prints the highest memory of this process above its memory after the model is built.
+prints the highest memory of this process above its memory after the model is built. The
+second word says where the ends of the model are.
 """
 
 from __future__ import annotations
@@ -45,11 +47,11 @@ def most_bytes() -> int:
     return int(re.findall(r"VmHWM:\s*(\d+) kB", status)[0]) * 1024
 
 
-def main(folder: str) -> None:
+def main(folder: str, ends: str) -> None:
     module = TrainsAll(folder)
     num_layers = module.model.config.num_hidden_layers
-    first = StagePlan(["local-1"], (0, 1), embedding=True)
-    last = StagePlan(["local-2"], (1, num_layers), head=True)
+    first = StagePlan(["local-1"], (0, 1), embedding=ends == "away")
+    last = StagePlan(["local-2"], (1, num_layers), head=ends == "away")
     plan = Plan([first, last], micro_batches=4)
     ids = torch.randint(module.model.config.vocab_size, (2 * BATCH_SIZE, LENGTH))
     data: Any = DataLoader(ids, BATCH_SIZE)  # type: ignore[arg-type]
@@ -82,4 +84,4 @@ def main(folder: str) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    main(*sys.argv[1:])

@@ -22,8 +22,10 @@ from torch.utils.data import DataLoader
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 from lightning_hetero import HeteroPipelineStrategy, Plan, StagePlan
+from lightning_hetero.coordinator import twins
 from lightning_hetero.errors import PlanError
 
+from ..conftest import WorkerProcess
 from ..equality import assert_close, differing
 from ..families import (
     BATCH_SIZE,
@@ -43,6 +45,8 @@ from ..models import TinyModule, fit, loader, scaled_precision, trainer
 from ..pairwise import keeping
 from ..qlora import with_lora
 from ..remedies import Act, come_and_follow, follows
+from .lost_runs import ALWAYS, Left, Observing, assert_same_run, kill_session, run
+from .moves import Moves
 
 # Gemma 2 caps its logits, and a mixture's loss needs the outputs of its routers.
 FAMILIES = [family for family in CONFIGS if family not in (*MIXTURES, "gemma2")]
@@ -223,6 +227,68 @@ def test_a_run_resumes_under_another_shape(way: str, workers: list[str], tmp_pat
     assert resumed.losses == pytest.approx(expected.losses[3:], rel=1e-5)
 
 
+@pytest.mark.exhaustive
+def test_the_ends_move_with_their_layers(workers: list[str]) -> None:
+    fewer = [
+        StagePlan(workers[:1], (0, 1), embedding=True),
+        StagePlan(workers[1:2], (1, NUM_LAYERS), head=True),
+    ]
+    start = two_stages(workers)
+    plans = [replace(start, stages=fewer), head_away(workers), ends_here(workers), start]
+    moves = Moves(dict(enumerate(plans, start=1)))
+    data = loader(BATCH_SIZE * 6, BATCH_SIZE)
+    found = fit(FamilyModule(tiny_model("llama")), over(start), data, callbacks=[moves])
+    pieces = loader(BATCH_SIZE * 6, BATCH_SIZE // NUM_MICROBATCHES)
+    module = FamilyModule(tiny_model("llama"))
+    expected = fit(module, data=pieces, accumulate_grad_batches=NUM_MICROBATCHES)
+    assert differing(found, expected) == []
+    assert moves.moved == [1, 2, 3, 4]
+
+
+@pytest.mark.exhaustive
+def test_a_lost_worker_with_the_head_comes_back(
+    worker_processes: list[WorkerProcess], tmp_path: Path
+) -> None:
+    names = [worker.address for worker in worker_processes[:2]]
+    stages = [StagePlan(names[:1], (0, 2), embedding=True), StagePlan(names[1:], (2, 5), head=True)]
+    plan = Plan(stages, micro_batches=3)
+
+    def left(folder: str, before: dict[int, Callable[[], None]]) -> Left:
+        (tmp_path / folder).mkdir()
+        callbacks = [Observing(before)]
+        return run(names, tmp_path / folder, ALWAYS, plan, callbacks=callbacks)
+
+    expected = left("undisturbed", {})
+    found = left("disturbed", {2: partial(kill_session, worker_processes[1])})
+    assert_same_run(found, expected)
+
+
+@pytest.mark.exhaustive
+def test_halves_of_layers_come_before_the_head(workers: list[str]) -> None:
+    first = StagePlan(workers[:1], (0, 3), embedding=True)
+    last = StagePlan(workers[1:2], (3, 2 * NUM_LAYERS), head=True)
+    plan = Plan([first, last], micro_batches=NUM_MICROBATCHES)
+    found = fit_family(tiny_model("llama"), over(plan, cut_layers=True), padded=False)
+    assert differing(found, accumulated(tiny_model("llama"))) == []
+
+
+def said_of_twins(caplog: pytest.LogCaptureFixture, workers: list[str]) -> str:
+    caplog.clear()
+    with caplog.at_level("INFO"):
+        fit_family(tiny_model("llama"), over(two_stages(workers)))
+    return caplog.text
+
+
+@pytest.mark.exhaustive
+def test_a_large_head_is_not_computed_here(
+    workers: list[str], caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    words = "whether the head computes on its worker what it computes here was not checked"
+    assert words not in said_of_twins(caplog, workers)
+    monkeypatch.setattr(twins, "_MOST_BYTES", 2**12)
+    assert words in said_of_twins(caplog, workers)
+
+
 class Traffic(pl.Callback):
     """The bytes from and to the coordinator in each step."""
 
@@ -274,7 +340,7 @@ def test_the_coordinator_holds_nothing_of_the_model_in_the_steps(tmp_path: Path)
         vocab_size=64_000,
     )
     LlamaForCausalLM(config).save_pretrained(tmp_path)
-    command = [sys.executable, "-m", "tests.integration.coordinator_memory", str(tmp_path)]
+    command = [sys.executable, "-m", "tests.integration.coordinator_memory", str(tmp_path), "away"]
     said = subprocess.run(command, check=True, capture_output=True, text=True).stdout
     found = re.search(r"(-?\d+) MiB above start in the steps", said)
     # Each end has 125 MiB of weights, and the logits of a micro-batch 62 MiB.
