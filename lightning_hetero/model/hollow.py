@@ -167,12 +167,16 @@ class HollowLayers:
         self._follow = follow
         self._wants_loss = wants_loss
         self._former = {number: former for former, number in pairwise(layers)}
+        self._has_loss = LOSS_LAYER in layers
         begins = list_begins(layers)
-        self._whole = HollowSpan.of(self._modules, begins)
-        self._rest = HollowSpan.of(self._emptied, begins)
-        self._to_logits = HollowSpan.of(
-            {n: layer for n, layer in self._modules.items() if n != LOSS_LAYER}, begins
-        )
+        # By whether kept layers run here, and whether a run with the head ends with the loss.
+        self._spans = {
+            (is_here, has_loss): HollowSpan.of(
+                {n: layer for n, layer in away.items() if has_loss or n != LOSS_LAYER}, begins
+            )
+            for is_here, away in ((False, self._modules), (True, self._emptied))
+            for has_loss in (False, True)
+        }
         # Whether kept layers run here, and the calls around them.
         self._is_here = False
         self._on_enter: Callable[[Tensor, bool], Tensor] = _as_it_is
@@ -236,8 +240,7 @@ class HollowLayers:
     @property
     def _span(self) -> HollowSpan:
         """The layers hollow at present."""
-        whole = self._whole if self._wants_loss() else self._to_logits
-        return self._rest if self._is_here else whole
+        return self._spans[self._is_here, not self._has_loss or self._wants_loss()]
 
     def runs_here(self, number: int) -> bool:
         """Whether a layer runs as an ordinary one at present."""

@@ -140,6 +140,14 @@ def test_replicas_with_whole_models_equal_one_device(workers: list[str], optimiz
     assert_equal_runs(fit_family(model(), over(plan)), fit_family(model()))
 
 
+@pytest.mark.exhaustive
+def test_the_coordinator_may_be_a_replica_of_the_first_stage(workers: list[str]) -> None:
+    first = StagePlan([*workers[:1], "coordinator"], (0, 2), shares=[2, 1])
+    last = StagePlan(workers[1:2], (2, NUM_LAYERS), head=True)
+    plan = Plan([first, last], micro_batches=NUM_MICROBATCHES)
+    assert_equal_runs(fit_family(tiny_model("llama"), over(plan)), fit_family(tiny_model("llama")))
+
+
 def test_masks_are_those_of_a_head_on_the_coordinator(workers: list[str]) -> None:
     plans = (two_stages(workers), ends_here(workers))
     away, here = (
