@@ -68,7 +68,7 @@ KEYS_OF_PLANS: dict[type, str] = {
     Plan: "stages micro_batches in_flight",
     StagePlan: (
         "workers layers recompute dtype activation_dtype gradient_dtype compile embedding "
-        "shares optimizer weights"
+        "head shares optimizer weights"
     ),
 }
 

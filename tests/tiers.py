@@ -103,6 +103,7 @@ SECOND_TIER = frozenset(
         "integration/test_generation.py",
         "integration/test_gradients_away.py",
         "integration/test_halves.py",
+        "integration/test_head.py::test_what_a_refusal_says_is_right",
         "integration/test_hosted.py::test_a_callback_may_exchange_weights_for_a_validation_without_a_trace",
         "integration/test_hosted.py::test_a_checkpoint_may_be_saved_while_replicas_wait_for_the_gradients_from_here",
         "integration/test_hosted.py::test_a_model_that_stays_on_disk_has_the_bits_of_its_groups",

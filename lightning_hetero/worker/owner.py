@@ -16,6 +16,7 @@ import torch
 from ..devices.device import device_for
 from ..errors import ModelError, RemoteProtocolError
 from ..model.allowed_imports import Allowed
+from ..model.layers import is_end
 from ..protocol import messages as m
 from ..protocol.tensor_bytes import Buffer
 from ..recovery import LINGER_SECONDS
@@ -187,11 +188,12 @@ def _held_bytes(stage: m.StageSpec) -> int:
     layers count."""
     held, away = 0, Counter[str]()
     for spec in stage.parameters:
-        if stage.weights is None or spec.requires_grad:
+        number = spec.name.partition(".")[0]
+        if stage.weights is None or spec.requires_grad or is_end(int(number)):
             # A gradient is as large as its parameter.
             held += (1 + spec.requires_grad) * spec.tensor.num_bytes
         else:
-            away[spec.name.partition(".")[0]] += spec.tensor.num_bytes
+            away[number] += spec.tensor.num_bytes
     return held + sum(num_bytes for _, num_bytes in away.most_common(2))
 
 

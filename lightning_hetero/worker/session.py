@@ -45,7 +45,13 @@ from ..errors import (
     ModelError,
     WorkerUnreachable,
 )
-from ..model.layers import EMBEDDING_LAYER, check_token_ids, describe_layers
+from ..model.layers import (
+    EMBEDDING_LAYER,
+    check_token_ids,
+    describe_layers,
+    is_end,
+    last_decoder_layer,
+)
 from ..model.stored import multiply_in
 from ..pipeline.boundary import Activation, Gradients
 from ..pipeline.codec import (
@@ -679,7 +685,7 @@ class StageSession:
 
 
 def _range_of(stage: Stage) -> m.StageRange:
-    numbers = [int(number) for number in stage.layers if int(number) != EMBEDDING_LAYER]
+    numbers = [int(number) for number in stage.layers if not is_end(int(number))]
     return m.StageRange(stage.stage_index, min(numbers, default=0), max(numbers, default=-1) + 1)
 
 
@@ -688,5 +694,5 @@ def _described(stages: Sequence[Stage], layers: Mapping[int, nn.Module]) -> str:
     if not stages:
         return "no stage"
     numbers = " and ".join(str(stage.stage_index) for stage in stages)
-    kind = type(layers[max(layers)]).__name__
+    kind = type(layers[last_decoder_layer(layers)]).__name__
     return f"stage {numbers}, {describe_layers(layers)} ({kind})"

@@ -30,7 +30,7 @@ from ..devices.device import Accelerator, device_for
 from ..devices.main_memory import free_main_memory, give_back_free_memory, is_in_main_memory
 from ..devices.weight_file import WeightFile, aligned, folder_for_weights
 from ..errors import ModelError
-from ..model.layers import EMBEDDING_LAYER, describe_layer
+from ..model.layers import describe_layer, is_end
 from ..model.stored import format_of
 from ..model.tensors import Content, locate
 from ..plan import Weights
@@ -148,7 +148,7 @@ class StreamedWeights:
     One thread computes and calls all methods; a thread of its own reads ahead.
 
     Args:
-        stage: The stage; its embedding and tensors with several names are not streamed.
+        stage: The stage; its ends and tensors with several names are not streamed.
         layers: The layers by their numbers.
         device: Where they compute.
         homes: The homes of layers that have been here before, by number.
@@ -362,7 +362,7 @@ def streams_of(device: torch.device) -> Streams[Any] | None:
 
 
 def streamed_names(stage: m.StageSpec, layers: Mapping[int, nn.Module]) -> frozenset[str]:
-    """The frozen parameters to stream, without the embedding and tensors with several names.
+    """The frozen parameters to stream, without the ends and tensors with several names.
 
     A forward reads a few rows of an embedding, and the layers of a tensor compute one by one.
     """
@@ -373,7 +373,7 @@ def streamed_names(stage: m.StageSpec, layers: Mapping[int, nn.Module]) -> froze
         if not spec.requires_grad
         and spec.same_as is None
         and spec.name not in shared
-        and _number_of(spec.name) != EMBEDDING_LAYER
+        and not is_end(_number_of(spec.name))
         and isinstance(locate(layers, spec.name)[2], nn.Parameter)
     )
 
