@@ -113,6 +113,19 @@ def test_weights_on_disk_have_the_bits_of_one_device(
 
 
 @repeats("test_weights_on_disk_have_the_bits_of_one_device")
+def test_both_ends_stay_in_the_memory_of_workers_with_weights_on_disk(
+    workers: list[str], tmp_path: Path
+) -> None:
+    def ends(weights: Weights | None) -> HeteroPipelineStrategy:
+        first = StagePlan([workers[0]], (0, 2), "layers", embedding=True, weights=weights)
+        last = StagePlan([workers[1]], (2, NUM_LAYERS), "layers", head=True, weights=weights)
+        return HeteroPipelineStrategy(workers[:2], Plan([first, last], micro_batches=3))
+
+    expected = train(Adapted(plain(tmp_path)), ends(None))
+    assert_same(train(Adapted(plain(tmp_path)), ends("disk")), expected)
+
+
+@repeats("test_weights_on_disk_have_the_bits_of_one_device")
 @pytest.mark.parametrize("model", ["LoRA", "NF4"])
 def test_layers_move_from_and_to_stages_with_their_weights_on_disk(
     model: str, workers: list[str], tmp_path: Path
