@@ -43,6 +43,8 @@ class AcceleratorStreams:
         self.device = device
         self._leaving = self.new_stream()
         self._coming = self.new_stream()
+        # Whether the system has refused to pin memory.
+        self._is_short = False
 
     def new_stream(self) -> torch.Stream:
         """A new stream of the device."""
@@ -68,7 +70,10 @@ class AcceleratorStreams:
                 found = torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)
             except RuntimeError as error:
                 # Copies wait for this memory: they are slower, and as right.
-                logger.warning(
+                level = logging.DEBUG if self._is_short else logging.WARNING
+                self._is_short = True
+                logger.log(
+                    level,
                     "The system does not pin %s of memory for %s, so copies there are slower; "
                     "smaller micro-batches or a lower `in_flight` need less. (%s)",
                     in_bytes(num_bytes),

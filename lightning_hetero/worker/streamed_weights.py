@@ -109,7 +109,7 @@ class _FrozenPlace:
 
     @property
     def is_at_home_too(self) -> bool:
-        """Whether the layer computes with the content of its home, bit by bit."""
+        """Whether the layer computes with the content of its home, bit for bit."""
         here = self.parameter.detach().cpu().reshape(-1).view(torch.uint8)
         return torch.equal(here, self.tensors[0].reshape(-1).view(torch.uint8))
 
