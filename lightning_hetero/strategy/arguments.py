@@ -34,18 +34,20 @@ from ..plan import NAMED_PLANS, Plan
 from ..recovery import Recovery
 from ..worker_sources import ClusterFile, Launcher
 
+MicroBatching = Literal["step", "boundary", "tokens"]
+
 
 @dataclass(frozen=True)
 class StepOptions:
     """How the user wants batches to be cut.
 
     Args:
-        micro_batching: ``"step"`` or ``"boundary"``.
+        micro_batching: ``"step"``, ``"boundary"`` or ``"tokens"``.
         loss_weighting: How micro-batch losses combine.
         batches: The user's options for batches.
     """
 
-    micro_batching: Literal["step", "boundary"]
+    micro_batching: MicroBatching
     loss_weighting: LossWeighting
     batches: BatchOptions
 
@@ -93,7 +95,10 @@ _ARGUMENTS: Mapping[str, tuple[Callable[[Any], bool], str]] = {
         lambda value: value is None or _is_count(value, 1),
         "a whole number from 1, or None for the plan's",
     ),
-    "micro_batching": (lambda value: value in ("step", "boundary"), '"step" or "boundary"'),
+    "micro_batching": (
+        lambda value: value in ("step", "boundary", "tokens"),
+        '"step", "boundary" or "tokens"',
+    ),
     "loss_weighting": (
         lambda value: callable(value) or value in ("samples", "labels", "sum", "auto"),
         '"samples", "labels", "sum", "auto", or a function from a micro-batch to its weight',
@@ -117,7 +122,7 @@ _ARGUMENTS: Mapping[str, tuple[Callable[[Any], bool], str]] = {
 _WORDS: Mapping[str, tuple[str, ...]] = {
     "workers": ("auto",),
     "plan": NAMED_PLANS,
-    "micro_batching": ("step", "boundary"),
+    "micro_batching": ("step", "boundary", "tokens"),
     "loss_weighting": ("samples", "labels", "sum", "auto"),
     "check_first_batch": ("stop", "warn", "off"),
     "checkpoint_weights": ("all", "trainable"),
@@ -269,6 +274,24 @@ def check_callbacks(trainer: pl.Trainer) -> None:
                 "`lightning_hetero.callbacks.StageWeightAveraging`, which averages the weights on "
                 "the workers."
             )
+
+
+def check_token_slices(module: pl.LightningModule) -> None:
+    """Refuse a training that slices along the tokens do not support.
+
+    Raises:
+        MisconfigurationException: With the remedy.
+    """
+    if not module.automatic_optimization:
+        raise MisconfigurationException(
+            f"Slices along the tokens need automatic optimization, and {type(module).__name__} "
+            "comes with automatic_optimization=False. Use `micro_batching='boundary'`."
+        )
+    if scaler_of(module.trainer.precision_plugin) is not None:
+        raise MisconfigurationException(
+            "Slices along the tokens do not work with the loss scaling of precision '16-mixed'. "
+            "Train with 'bf16-mixed' or '32-true', or use `micro_batching='boundary'`."
+        )
 
 
 def warn_of_batch_statistics(module: pl.LightningModule) -> None:

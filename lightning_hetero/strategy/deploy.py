@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
@@ -29,6 +29,7 @@ from .arguments import (
     check_all_layers_run,
     check_callbacks,
     check_not_compiled,
+    check_token_slices,
     dropout_seed,
 )
 from .training_run import PlanFollower, TrainingRun, moves_layers
@@ -228,7 +229,7 @@ class Site:
             coordinator,
             seed,
             converts_weights,
-            self.options.batches,
+            replace(self.options.batches, along_tokens=self._slices_tokens),
             before,
             self.parts,
         )
@@ -272,6 +273,12 @@ class Site:
         """Whether ``training_step`` runs once per micro-batch."""
         return self.options.cuts_step(self.module)
 
+    @property
+    def _slices_tokens(self) -> bool:
+        """Whether this is a training with batches in slices along the tokens."""
+        is_training = self.module.trainer.state.fn is TrainerFn.FITTING
+        return is_training and self.options.micro_batching == "tokens"
+
     def moves_layers(self) -> bool:
         """Whether the user wants layers to move, and they can; warns if they cannot."""
         return self.may_move and moves_layers(self.module)
@@ -280,11 +287,13 @@ class Site:
         """Whether a plan without workers differs from plain Lightning: it cuts batches because they
         may be too large for the memory here, recomputes layers for the same reason, or compiles
         them."""
-        cuts = self.cuts_step and plan.micro_batches > 1
+        cuts = (self.cuts_step or self._slices_tokens) and plan.micro_batches > 1
         return cuts or any(stage.recompute or stage.compile for stage in plan.stages)
 
     def _check(self, layers: Sequence[DecoderLayer]) -> None:
         check_callbacks(self.module.trainer)
+        if self._slices_tokens:
+            check_token_slices(self.module)
         check_not_compiled(self.module, layers)
         if self.module.trainer.state.fn is TrainerFn.FITTING:
             check_all_layers_run(self.module, layers)
@@ -312,6 +321,12 @@ class Site:
                     "below 6e-8 become zero there; precision '16-mixed' scales the loss"
                 )
         what = "training_step runs on each" if self.cuts_step else "boundary only"
+        if self._slices_tokens:
+            rank_zero_info(
+                f"each sequence is cut into {plan.micro_batches} slices along its tokens (boundary "
+                "only), all in flight until the backward"
+            )
+            return
         rank_zero_info(
             f"each batch is cut into {in_micro_batches(plan.micro_batches)}, or into single "
             f"samples if it has fewer ({what}), at most {plan.max_in_flight} in flight"
