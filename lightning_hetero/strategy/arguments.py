@@ -146,6 +146,23 @@ def check_arguments(given: Mapping[str, Any]) -> None:
             )
     _check_some_worker(given["workers"], given["plan"])
     _check_named_once(given["workers"])
+    if given["micro_batching"] == "tokens":
+        _check_slices(given["plan"], given["replan"])
+
+
+def _check_slices(plan: Any, replan: bool) -> None:
+    """Refuse slices along the tokens where the planner would make the plan: it measures samples."""
+    if isinstance(plan, str) and plan in ("auto", "replicated"):
+        raise MisconfigurationException(
+            f"`plan={plan!r}` is made from times of samples, and `micro_batching='tokens'` cuts "
+            "sequences. Pass a plan of your own, or `plan='even'`, with the number of slices as "
+            "`micro_batches`."
+        )
+    if replan:
+        raise MisconfigurationException(
+            "With `replan=True` plans are made from times of samples, and "
+            "`micro_batching='tokens'` cuts sequences. Leave `replan` out."
+        )
 
 
 def _is_plan(value: Any) -> bool:

@@ -229,7 +229,7 @@ class Site:
             coordinator,
             seed,
             converts_weights,
-            replace(self.options.batches, along_tokens=self._slices_tokens),
+            replace(self.options.batches, along_tokens=self.slices_tokens),
             before,
             self.parts,
         )
@@ -274,7 +274,7 @@ class Site:
         return self.options.cuts_step(self.module)
 
     @property
-    def _slices_tokens(self) -> bool:
+    def slices_tokens(self) -> bool:
         """Whether this is a training with batches in slices along the tokens."""
         is_training = self.module.trainer.state.fn is TrainerFn.FITTING
         return is_training and self.options.micro_batching == "tokens"
@@ -287,12 +287,12 @@ class Site:
         """Whether a plan without workers differs from plain Lightning: it cuts batches because they
         may be too large for the memory here, recomputes layers for the same reason, or compiles
         them."""
-        cuts = (self.cuts_step or self._slices_tokens) and plan.micro_batches > 1
+        cuts = (self.cuts_step or self.slices_tokens) and plan.micro_batches > 1
         return cuts or any(stage.recompute or stage.compile for stage in plan.stages)
 
     def _check(self, layers: Sequence[DecoderLayer]) -> None:
         check_callbacks(self.module.trainer)
-        if self._slices_tokens:
+        if self.slices_tokens:
             check_token_slices(self.module)
         check_not_compiled(self.module, layers)
         if self.module.trainer.state.fn is TrainerFn.FITTING:
@@ -321,7 +321,7 @@ class Site:
                     "below 6e-8 become zero there; precision '16-mixed' scales the loss"
                 )
         what = "training_step runs on each" if self.cuts_step else "boundary only"
-        if self._slices_tokens:
+        if self.slices_tokens:
             rank_zero_info(
                 f"each sequence is cut into {plan.micro_batches} slices along its tokens (boundary "
                 "only), all in flight until the backward"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from functools import cache, partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,10 +13,11 @@ import transformers as hf
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from lightning_hetero import HeteroPipelineStrategy, Plan, StagePlan
+from lightning_hetero import HeteroPipelineStrategy, Plan, StagePlan, windows
 from lightning_hetero.errors import HeteroError
 from lightning_hetero.pipeline.turns import current_turn
 
+from ..conftest import worker_process
 from ..equality import assert_close, differing
 from ..families import (
     BATCH_SIZE,
@@ -45,6 +47,8 @@ from .drawing import (
     with_adapters,
 )
 from .drawing import plan_of as plan_of_shares
+from .dying_worker import dying
+from .lost_runs import NEVER, assert_same_run, run
 
 NUM_SLICES = 3
 # Single precision rounds, and sums over slices round otherwise; double precision shows the rest,
@@ -210,6 +214,20 @@ def test_accumulated_batches_and_two_visits_train_as_on_one_device(workers: list
 
 
 @repeats("test_plan_has_the_gradients_of_one_device")
+@pytest.mark.filterwarnings("error:A batch of")
+def test_a_window_of_batches_of_one_sample_trains_as_accumulation_does(workers: list[str]) -> None:
+    data = loader(6, 1)
+    expected = fit(FamilyModule(model_of("llama")), "auto", data, accumulate_grad_batches=3)
+    strategy = in_slices(workers[:2], plan_of(workers, (0, 2, 2), NUM_SLICES))
+    at_once = fit(FamilyModule(model_of("llama")), strategy, windows(data, 3))
+    strategy = in_slices(workers[:2], plan_of(workers, (0, 2, 2), NUM_SLICES))
+    by_turns = fit(FamilyModule(model_of("llama")), strategy, data, accumulate_grad_batches=3)
+    wanted = dict(expected.named_parameters())
+    assert_close(dict(at_once.named_parameters()), wanted, FLOOR)
+    assert_close(dict(by_turns.named_parameters()), wanted, FLOOR)
+
+
+@repeats("test_plan_has_the_gradients_of_one_device")
 def test_evaluation_cuts_samples_and_keeps_its_caches(workers: list[str]) -> None:
     data = loader(12, 6)
     expected = fit(TinyModule(), "auto", data, data)
@@ -220,6 +238,20 @@ def test_evaluation_cuts_samples_and_keeps_its_caches(workers: list[str]) -> Non
     assert {*metrics} == {*wanted}
     for name, value in wanted.items():
         assert float(metrics[name]) == pytest.approx(float(value), rel=1e-5)
+
+
+@repeats("integration/test_lost_workers.py::test_a_killed_process_comes_back")
+@pytest.mark.parametrize(("place", "call"), [("forward", 14), ("backward", 8)])
+def test_a_lost_worker_comes_back_to_the_same_bits(place: str, call: int, tmp_path: Path) -> None:
+    with worker_process() as first, worker_process() as second:
+        names = [first.address, second.address]
+        expected = run(names, tmp_path / "calm", NEVER, micro_batching="tokens")
+    died = tmp_path / "died"
+    with worker_process() as other, worker_process(before=dying(place, call, died)) as victim:
+        names = [victim.address, other.address]
+        found = run(names, tmp_path / "run", NEVER, micro_batching="tokens")
+    assert died.exists()
+    assert_same_run(found, expected)
 
 
 def _bert() -> PreTrainedModel:
