@@ -11,13 +11,16 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
+from transformers import Cache
 
 from ..devices.device import forked_generators
 from ..errors import BatchError, ModelError, PlanError
-from ..model.layer_call import LayerCall, put_hidden, take_hidden, without_cache
+from ..model.kv_cache import cache_index
+from ..model.layer_call import LayerCall, caches_among, put_hidden, take_hidden, without_cache
 from ..model.layers import describe_layer
 from ..pipeline.boundary import Activation
 from ..pipeline.handover import Request
@@ -107,6 +110,8 @@ class TokenSlices:
         self._check = check
         # The layers that have passed the trial.
         self._tried: set[int] = set()
+        # By cache of the model, the layers here that were called with it.
+        self._seen: WeakKeyDictionary[Cache, set[int]] = WeakKeyDictionary()
 
     def pieces(self, request: Request, trial: Trial) -> list[Request]:
         """The slices of a hand-over.
@@ -212,7 +217,7 @@ class TokenSlices:
 
         Raises:
             BatchError: If a tensor has an unknown form, or the trial does not agree.
-            ModelError: If the layer runs again in a backward.
+            ModelError: If the layer runs again in a backward, or gets a cache with content.
         """
         if torch._C._current_graph_task_id() != -1:
             raise ModelError(
@@ -223,6 +228,7 @@ class TokenSlices:
         layer = self._layers[number]
         hidden, args, kwargs, place = take_hidden(number, args, kwargs)
         check_form(hidden, number)
+        self._check_cache(number, args, kwargs)
         args, kwargs = without_cache(layer, args, kwargs)
         call = LayerCall(number, layer.training, args, kwargs, place=place)
         slices = self.cut.slices(hidden.shape[1])
@@ -237,6 +243,21 @@ class TokenSlices:
             results.append(run(*given[0], **given[1]))
             one.end_forward()
         return _joined(results, number)
+
+    def _check_cache(self, number: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Refuse a key-value cache with content: slices have their own, and leave this one empty.
+
+        Raises:
+            ModelError: With the remedy.
+        """
+        for _, each in caches_among(args, kwargs):
+            seen = self._seen.setdefault(each, set())
+            if number in seen or each.get_seq_length(cache_index(self._layers[number]) or 0) > 0:
+                raise ModelError(
+                    f"Layer {number} got a key-value cache of an earlier call or of a prefix, and "
+                    "slices along the tokens have their own. Call the model without the cache."
+                )
+            seen.add(number)
 
     def _try_here(
         self, call: LayerCall, hidden: Tensor, run: Callable[..., Any], slices: Sequence[Slice]

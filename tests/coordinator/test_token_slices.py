@@ -9,10 +9,11 @@ import pytest
 import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
+from transformers import DynamicCache
 
 from lightning_hetero import Plan, StagePlan
 from lightning_hetero.coordinator.token_slices import TokenSlices
-from lightning_hetero.errors import BatchError
+from lightning_hetero.errors import BatchError, ModelError
 
 from ..families import tiny_model
 from ..remedies import Act, come_and_follow, follows
@@ -104,6 +105,29 @@ def run_again() -> None:
     checkpoint(lambda _: layer.run(), layer.hidden, use_reentrant=False).sum().backward()
 
 
+def calling(*caches: DynamicCache) -> Act:
+    """Calls the layer with these caches, one after the other."""
+
+    def act() -> None:
+        layer = Layer()
+        for each in caches:
+            layer.kwargs["past_key_values"] = each
+            layer.run()
+
+    return act
+
+
+def filled() -> DynamicCache:
+    found = DynamicCache()
+    found.update(torch.ones(2, 1, 3, 8), torch.ones(2, 1, 3, 8), 0)
+    return found
+
+
+def test_a_filled_cache_is_refused() -> None:
+    with pytest.raises(ModelError, match="Layer 0 got a key-value cache .* of a prefix"):
+        calling(filled())()
+
+
 @pytest.mark.parametrize(
     ("wrong", "right"),
     [
@@ -111,6 +135,11 @@ def run_again() -> None:
             "attn_implementation='sdpa'. Use `micro_batching='boundary'`",
             returning(lambda hidden: hidden),
             returning(lambda _: None),
+        ),
+        follows(
+            "Call the model without the cache.",
+            calling(*[DynamicCache()] * 2),
+            calling(DynamicCache(), DynamicCache()),
         ),
         follows(
             "leave out your own checkpointing, or give the layer to a worker",

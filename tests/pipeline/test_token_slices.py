@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from lightning_hetero.errors import BatchError, ModelError, RemoteProtocolError
 from lightning_hetero.model.layer_call import LayerCall
 from lightning_hetero.pipeline.boundary import Activation, Gradients, Surroundings
+from lightning_hetero.pipeline.handover import Exchange, Request, exchange_whole
 from lightning_hetero.pipeline.rule import Key
 from lightning_hetero.pipeline.stage import Stage
 from lightning_hetero.pipeline.token_slices import (
@@ -30,6 +31,7 @@ from lightning_hetero.pipeline.trial_slices import tried_in_slices
 
 from ..families import tiny_model
 from ..remedies import Act, come_and_follow, follows
+from .chain import Chain, cut_into_stages
 
 NUM_TOKENS = 10
 EVEN = Work(1.0, 0.0)
@@ -145,6 +147,39 @@ def test_a_stage_has_the_gradients_of_the_whole_sequence(attention: str, recompu
     for name, found in gradients_of(model).items():
         torch.testing.assert_close(found, wanted[name], rtol=1e-4, atol=1e-5)
     assert stage._keys == {}
+
+
+def step_of_chain(processes: list[int] | None, seed: int, recompute: bool) -> list[Tensor]:
+    """The gradients of four layers in four stages, and of the hidden states."""
+    model = layers_of()
+    layers = {number: model.layers[number] for number in range(4)}
+    chain = Chain(cut_into_stages(layers, 4, recompute), seed, processes)
+    calls = [replace(calls_of(model)[0], layer_index=number) for number in layers]
+    leaf = hidden_states().requires_grad_()
+    around = Surroundings(True, None, calls)
+    pieces = [
+        Request(
+            each.cut(leaf),
+            replace(around, calls=[each.cut_call(c, layers[c.layer_index]) for c in calls]),
+        )
+        for each in slices_of(4)
+    ]
+    chain.begin_step(4, accumulate=False)
+    exchange = Exchange(chain, 0, 4, dim=1, is_along_tokens=True)
+    exchange_whole(leaf, exchange, pieces).hidden.square().sum().backward()
+    backwards = [str(a) for a in chain.actions if a.kind == "B" and a.stage_index == 4]
+    assert backwards == ["4B3", "4B2", "4B1", "4B0"]
+    return [p.grad for p in (leaf, *model.parameters()) if p.grad is not None]
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+def test_every_plan_and_timing_adds_up_in_one_order(recompute: bool) -> None:
+    expected = step_of_chain(None, 0, recompute)
+    assert len(expected) > 4
+    for processes in (None, [1, 2, 1, 2], [1, 1, 2, 2], [1, 1, 1, 1]):
+        for seed in range(4):
+            found = step_of_chain(processes, seed, recompute)
+            assert all(torch.equal(mine, its) for mine, its in zip(found, expected, strict=True))
 
 
 def test_backwards_in_another_order_are_refused() -> None:
