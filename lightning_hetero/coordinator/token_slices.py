@@ -39,6 +39,7 @@ from ..pipeline.token_slices import (
 from ..pipeline.tolerance import GRADIENTS, HIDDEN_STATES, Rounding, end_or_warn
 from ..pipeline.trial_slices import TRIED_SLICES, tried_in_slices
 from ..plan import Plan, StagePlan
+from ..protocol.tensor_bytes import DTYPES
 
 # The trial takes the memory of one layer, forward and backward, for so many tokens.
 _MOST_TRIED = 2048
@@ -108,6 +109,7 @@ class TokenSlices:
         self.cut = SliceCut(plan.micro_batches, work_of([*layers.values()]))
         self._layers = layers
         self._check = check
+        self._dtypes = [DTYPES[stage.dtype] for stage in plan.stages if stage.dtype is not None]
         # The layers that have passed the trial.
         self._tried: set[int] = set()
         # By cache of the model, the layers here that were called with it.
@@ -132,7 +134,8 @@ class TokenSlices:
             found = trial([self._to_try(request, slices)], 1)
             answers = [tensor for kind, tensor in found.outputs if kind == TRIED_SLICES]
             for call, answer in zip(calls, answers, strict=True):
-                self._judge(call.layer_index, answer, request.hidden.dtype)
+                dtypes = [request.hidden.dtype, request.surroundings.autocast_dtype]
+                self._judge(call.layer_index, answer, dtypes)
         return pieces
 
     def prefix(self, request: Request) -> Request:
@@ -175,16 +178,24 @@ class TokenSlices:
                     f"support it. {REMEDY}"
                 )
 
-    def _judge(self, number: int, answer: Tensor, dtype: torch.dtype) -> None:
+    def _judge(self, number: int, answer: Tensor, dtypes: Sequence[torch.dtype | None]) -> None:
         """Compare the answer of a layer's trial with what rounding explains.
+
+        Args:
+            number: The layer.
+            answer: The differences of its results and of its gradients.
+            dtypes: The dtypes of its computation here; None for no other dtype.
 
         Raises:
             BatchError: If it is more, and the check is to stop the run.
         """
         self._tried.add(number)
         layer = self._layers[number]
-        autocast = torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else dtype
-        rounding = Rounding.of(layer.parameters(), [dtype, autocast]).of_hidden(1)
+        weights = [*layer.parameters()]
+        # Weights stored in 4 bits are taken to be multiplied in half precision.
+        packed = [torch.bfloat16 for each in weights if not each.is_floating_point()]
+        known = [*self._dtypes, *packed, *(dtype for dtype in dtypes if dtype is not None)]
+        rounding = Rounding.of(weights, known).of_hidden(1)
         of_results, of_gradients = (float(each) for each in answer)
         results = HIDDEN_STATES.compare(of_results, rounding)
         gradients = GRADIENTS.compare(of_gradients, rounding)
@@ -270,7 +281,9 @@ class TokenSlices:
             stack.enter_context(on_trial(layer))
             cut = first.cut_call(call, layer, has_cache=False)
             answer = tried_in_slices(layer, cut, first.cut(hidden), run)
-        self._judge(call.layer_index, answer, hidden.dtype)
+        kind = hidden.device.type
+        autocast = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
+        self._judge(call.layer_index, answer, [hidden.dtype, autocast])
 
 
 def _joined(results: Sequence[Any], number: int) -> Any:

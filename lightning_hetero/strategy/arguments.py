@@ -293,24 +293,6 @@ def check_callbacks(trainer: pl.Trainer) -> None:
             )
 
 
-def check_token_slices(module: pl.LightningModule) -> None:
-    """Refuse a training that slices along the tokens do not support.
-
-    Raises:
-        MisconfigurationException: With the remedy.
-    """
-    if not module.automatic_optimization:
-        raise MisconfigurationException(
-            f"Slices along the tokens need automatic optimization, and {type(module).__name__} "
-            "comes with automatic_optimization=False. Use `micro_batching='boundary'`."
-        )
-    if scaler_of(module.trainer.precision_plugin) is not None:
-        raise MisconfigurationException(
-            "Slices along the tokens do not work with the loss scaling of precision '16-mixed'. "
-            "Train with 'bf16-mixed' or '32-true', or use `micro_batching='boundary'`."
-        )
-
-
 def warn_of_batch_statistics(module: pl.LightningModule) -> None:
     """Warn of norms with statistics: these will come from one micro-batch each."""
     norms = [m for m in module.modules() if isinstance(m, _NormBase)]

@@ -29,7 +29,6 @@ from .arguments import (
     check_all_layers_run,
     check_callbacks,
     check_not_compiled,
-    check_token_slices,
     dropout_seed,
 )
 from .training_run import PlanFollower, TrainingRun, moves_layers
@@ -292,8 +291,6 @@ class Site:
 
     def _check(self, layers: Sequence[DecoderLayer]) -> None:
         check_callbacks(self.module.trainer)
-        if self.slices_tokens:
-            check_token_slices(self.module)
         check_not_compiled(self.module, layers)
         if self.module.trainer.state.fn is TrainerFn.FITTING:
             check_all_layers_run(self.module, layers)

@@ -33,6 +33,7 @@ from ..families import (
 from ..models import TinyModule, fit, loader, scaled_precision
 from ..pairwise import all_pairs, keeping, repeats
 from ..plans import plan_of
+from ..qlora import in_four_bits, with_lora
 from ..remedies import Act, come_and_follow, follows
 from .drawing import (
     ALONE,
@@ -127,6 +128,90 @@ def test_plan_has_the_gradients_of_one_device(
     found = fit_family(model_of("qwen3"), strategy)
     assert_close(found.gradients, expected.gradients, FLOOR)
     assert found.losses == pytest.approx(expected.losses, rel=1e-5)
+
+
+@repeats("test_plan_has_the_gradients_of_one_device")
+@pytest.mark.parametrize("precision", ["bf16-mixed", "bf16-true"])
+@pytest.mark.parametrize("attention", ["eager", "sdpa"])
+def test_half_precision_is_near_one_device(
+    attention: str, precision: Any, workers: list[str]
+) -> None:
+    def run(strategy: Any) -> FamilyModule:
+        module = FamilyModule(model_of("llama", attention))
+        return fit(module, strategy, loader(6, 6, padded=True), precision=precision)
+
+    expected = run("auto")
+    found = run(in_slices(workers[:2], plan_of(workers, (1, 1, 2), NUM_SLICES)))
+    assert found.losses == pytest.approx(expected.losses, rel=1e-2)
+    assert_close(joined(found.gradients), joined(expected.gradients), 0.0, 5e-2)
+
+
+@repeats("test_half_precision_is_near_one_device")
+def test_a_scaled_loss_trains_as_on_one_device(workers: list[str]) -> None:
+    def run(strategy: Any, init_scale: float) -> FamilyModule:
+        module, data = FamilyModule(model_of("llama")), loader(24, 6, padded=True)
+        return fit(module, strategy, data, plugins=scaled_precision(init_scale))
+
+    for init_scale in (2.0**12, 2.0**40):  # the second one skips steps
+        expected = run("auto", init_scale)
+        strategy = in_slices(workers[:2], plan_of(workers, (1, 1, 2), NUM_SLICES))
+        found = run(strategy, init_scale)
+        wanted = dict(expected.named_parameters())
+        assert_close(dict(found.named_parameters()), wanted, FLOOR, 1e-2)
+        start = dict(model_of("llama").named_parameters())
+        moved = {name: float((p - start[name[6:]]).norm()) for name, p in wanted.items()}
+        has_moved = max(moved.values()) > 0
+        found_moved = max(
+            float((p - start[name[6:]]).norm()) for name, p in found.named_parameters()
+        )
+        assert (found_moved > 0) == has_moved
+
+
+class _ByHand(FamilyModule):
+    def __init__(self, model: PreTrainedModel) -> None:
+        super().__init__(model)
+        self.automatic_optimization = False
+
+    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
+        optimizer = self.optimizers()
+        optimizer.zero_grad()
+        loss = super().training_step(batch, batch_idx)
+        self.manual_backward(loss)
+        self.clip_gradients(optimizer, 0.5, "norm")
+        optimizer.step()
+        return loss.detach()
+
+    def on_train_batch_end(self, outputs: Any, *_: Any) -> None:
+        self.losses.append(float(outputs["loss"]))
+
+
+@repeats("test_plan_has_the_gradients_of_one_device")
+def test_optimization_by_hand_trains_as_on_one_device(workers: list[str]) -> None:
+    data = loader(18, 6, padded=True)
+    expected = fit(_ByHand(model_of("llama")), "auto", data)
+    strategy = in_slices(workers[:2], plan_of(workers, (1, 1, 2), NUM_SLICES))
+    found = fit(_ByHand(model_of("llama")), strategy, data)
+    assert found.losses == pytest.approx(expected.losses, rel=1e-5)
+    assert_close(dict(found.named_parameters()), dict(expected.named_parameters()), FLOOR)
+
+
+@repeats("test_half_precision_is_near_one_device")
+def test_a_stage_in_half_precision_is_near_one_device(workers: list[str]) -> None:
+    expected = fit_family(model_of("llama"))
+    plan = Plan([StagePlan(workers[:1], (0, 4), dtype="bfloat16")], NUM_SLICES)
+    found = fit_family(model_of("llama"), in_slices(workers[:1], plan))
+    assert found.losses[0] == pytest.approx(expected.losses[0], rel=1e-2)
+
+
+@repeats("test_plan_has_the_gradients_of_one_device")
+def test_adapters_on_four_bits_train_as_on_one_device(workers: list[str], tmp_path: Path) -> None:
+    def model() -> Any:
+        return with_lora(in_four_bits("llama", tmp_path), "llama")
+
+    expected = fit_family(model())
+    plan = plan_of(workers, (1, 1, 2), NUM_SLICES)
+    found = fit_family(model(), in_slices(workers[:2], plan))
+    assert_close(joined(found.gradients), joined(expected.gradients), 0.0, 1e-4)
 
 
 def dropout_model() -> PreTrainedModel:
@@ -288,25 +373,6 @@ class _Retaining(FamilyModule):
         loss.backward(retain_graph=True)
 
 
-class _ByHand(FamilyModule):
-    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
-        loss = super().training_step(batch, batch_idx)
-        optimizer = self.optimizers()
-        optimizer.zero_grad()
-        self.manual_backward(loss)
-        optimizer.step()
-        return loss
-
-    def on_train_batch_end(self, *_: Any) -> None:
-        pass
-
-
-def _by_hand() -> FamilyModule:
-    module = _ByHand(model_of("llama"))
-    module.automatic_optimization = False
-    return module
-
-
 class _Scaled(nn.ModuleList):
     """Layers with arithmetic between them."""
 
@@ -421,14 +487,6 @@ def twice(make: Make, plan: PlanOf = over_two, **options: Any) -> tuple[Act, Act
         follows(
             "more of earlier ones than keys and values. Use `micro_batching='boundary'`",
             *twice(_coupling, here_first),
-        ),
-        follows(
-            "with automatic_optimization=False. Use `micro_batching='boundary'`",
-            *twice(_by_hand),
-        ),
-        follows(
-            "Train with 'bf16-mixed' or '32-true', or use `micro_batching='boundary'`",
-            *twice(llama, plugins=scaled_precision()),
         ),
         follows(
             "Leave it out, or use `micro_batching='boundary'`",
