@@ -22,7 +22,8 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
-from transformers import Cache
+from transformers import Cache, LlamaConfig
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from benchmarks.processes import (
     be_quiet,
@@ -35,8 +36,13 @@ from benchmarks.processes import (
     worker_process,
 )
 from benchmarks.sleeping_stages.main import HIDDEN_SIZE, Sleep
-from benchmarks.training import Decoder, Sequences, fit, llama, random_tokens
+from benchmarks.training import Decoder, Sequences, build, fit, llama, random_tokens
 from lightning_hetero import HeteroPipelineStrategy, Plan, StagePlan
+from lightning_hetero.model.layer_call import LayerCall
+from lightning_hetero.pipeline.boundary import Activation, Gradients, Surroundings
+from lightning_hetero.pipeline.rule import Key
+from lightning_hetero.pipeline.stage import Stage
+from lightning_hetero.pipeline.token_slices import SliceCut, work_of
 from lightning_hetero.transport.token import FILE_VARIABLE
 
 NUM_LAYERS = 12
@@ -230,7 +236,57 @@ def memory(options: argparse.Namespace, console: Console) -> None:
     console.print(table)
 
 
-PARTS = {"sleeping": sleeping, "cores": on_cores, "memory": memory}
+class OneStage:
+    """The layers of a Llama in this process, as a stage has them."""
+
+    def __init__(self, config: LlamaConfig) -> None:
+        self._layers = build(config).model.layers
+        tables = LlamaRotaryEmbedding(config)(torch.zeros(1), torch.arange(CORE_TOKENS)[None])
+        kwargs = {"attention_mask": None, "position_embeddings": tables, "past_key_values": None}
+        self._calls = [LayerCall(n, True, (), dict(kwargs)) for n in range(len(self._layers))]
+        layers = nn.ModuleDict({str(n): layer for n, layer in enumerate(self._layers)})
+        self._stage = Stage(layers, torch.device("cpu"), 1)
+        self._hidden = torch.randn(1, CORE_TOKENS, config.hidden_size)
+        self._work = work_of([*self._layers])
+
+    def step(self, num_slices: int) -> None:
+        """Forward and backward of one sequence; one slice is the whole."""
+        slices = SliceCut(num_slices, self._work).slices(CORE_TOKENS)
+        for number, each in enumerate(slices):
+            calls = [
+                each.cut_call(c, self._layers[c.layer_index], num_slices > 1) for c in self._calls
+            ]
+            leaf = each.cut(self._hidden).clone().requires_grad_()
+            self._stage.forward(Key(number), Activation(leaf), Surroundings(True, None, calls))
+        for number in reversed(range(len(slices))):
+            gradient = slices[number].cut(self._hidden)
+            self._stage.backward(Key(number), Gradients((gradient,)))
+
+    def cpu_seconds(self, num_slices: int, rounds: int) -> float:
+        """The least CPU time of a step, which other processes change little."""
+        found = []
+        for _ in range(rounds):
+            start = time.process_time()
+            self.step(num_slices)
+            found.append(time.process_time() - start)
+        return min(found)
+
+
+def cost(options: argparse.Namespace, console: Console) -> None:
+    """Print the CPU time of slices against the whole sequence, in one process."""
+    table = Table(title=f"CPU time of {CORE_TOKENS} tokens in slices against the whole")
+    for column in ("hidden size", "slices", "times the whole"):
+        table.add_column(column, justify="right")
+    for hidden_size in (256, 512):
+        stage = OneStage(llama(hidden_size, 4, 1_000))
+        whole = stage.cpu_seconds(1, options.rounds)
+        for count in options.slices:
+            seconds = stage.cpu_seconds(count, options.rounds)
+            table.add_row(str(hidden_size), str(count), f"{seconds / whole:.2f}")
+    console.print(table)
+
+
+PARTS = {"sleeping": sleeping, "cores": on_cores, "memory": memory, "cost": cost}
 
 
 def main() -> None:
