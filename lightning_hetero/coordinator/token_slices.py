@@ -7,6 +7,7 @@ along the samples.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
@@ -196,7 +197,7 @@ class TokenSlices:
         packed = [torch.bfloat16 for each in weights if not each.is_floating_point()]
         known = [*self._dtypes, *packed, *(dtype for dtype in dtypes if dtype is not None)]
         rounding = Rounding.of(weights, known).of_hidden(1)
-        of_results, of_gradients = (float(each) for each in answer)
+        of_results, of_gradients = (float(each) for each in answer.nan_to_num(math.inf))
         results = HIDDEN_STATES.compare(of_results, rounding)
         gradients = GRADIENTS.compare(of_gradients, rounding)
         if not (results.is_other or gradients.is_other):

@@ -23,6 +23,7 @@ TRIED_SLICES = "slices of layers"
 """The kind of the collected outputs sent by a trial of slices."""
 
 _INPUT = "hidden states"
+_MOST = 1e3
 Gradients = dict[str, Tensor]
 
 
@@ -62,7 +63,8 @@ def tried_in_slices(
         ) from error
     of_results = norm_error(torch.cat(pieces, 1), whole)
     of_gradients = worst_gradient(_defined(found, expected), _defined(expected, found)).error
-    return torch.tensor([of_results, of_gradients])
+    # A plan may round whatever crosses a boundary, and infinity would make all numbers undefined.
+    return torch.tensor([of_results, of_gradients]).nan_to_num(_MOST).clamp(max=_MOST)
 
 
 def _defined(gradients: Gradients, others: Gradients) -> Gradients:

@@ -364,6 +364,20 @@ def test_the_trial_finds_a_token_that_depends_on_later_ones() -> None:
     assert float(answer[0]) > 0.01
 
 
+def test_undefined_results_of_slices_alone_are_a_large_difference() -> None:
+    layer = llama_layer()
+    forward_of_class = layer.forward
+
+    def forward(hidden: Tensor, past_key_values: Any = None, **kwargs: Any) -> Any:
+        out = forward_of_class(hidden, past_key_values=past_key_values, **kwargs)
+        return out if past_key_values is None else out * float("nan")
+
+    layer.forward = forward
+    answer = tried_in_slices(layer, calls_of(layers_of())[0], hidden_states())
+    assert answer.isfinite().all()
+    assert float(answer.min()) > 1
+
+
 def test_the_trial_finds_other_gradients() -> None:
     layer = llama_layer()
     forward_of_class = layer.forward
