@@ -55,8 +55,9 @@ through several rooms:
     a format of weights    beside model/four_bit.py; model/stored.py lists the formats
     the objective of plans planner/candidates.py (step_seconds, is_below); shortcuts that count
                            seconds too: bounds.py, team_estimate.py, arrangements.py, simulation.py
-    an end of the model    follow `embedding`: plan.py, model/layers.py, model/recipe.py,
-                           pipeline/stage.py, coordinator/worker_stages.py, planner/costs.py
+    an end of the model    follow `embedding` and `head`: plan.py, model/layers.py, model/head.py,
+                           model/recipe.py, pipeline/stage.py, coordinator/worker_stages.py,
+                           planner/costs.py
 
 Imports point one way: cli -> verify -> strategy -> callbacks, guard, replan -> profiler -> report,
 coordinator -> telemetry, doctor, launch -> worker, discovery, pairing -> planner, transport ->

@@ -17,6 +17,10 @@ from .yaml_file import check_kind, convert, read_yaml
 
 COORDINATOR = "coordinator"
 
+HEAD_LAYERS = range(2**20, 2**20 + 3)
+"""The numbers of the head's norm, output embedding and loss among the layers of a worker: above
+those of all decoder layers, and equal in every model."""
+
 NAMED_PLANS = ("auto", "even", "replicated")
 """Plans that are made for the user."""
 
@@ -61,6 +65,9 @@ class StagePlan:
         embedding: Hold the model's input embedding too: the stage receives token ids instead of
             activations and sends no gradients. Only a worker with layer 0 can hold it; else the
             coordinator does.
+        head: Hold the model's final norm, output embedding and loss too: in training the stage
+            returns losses instead of activations. Only a worker with the last layer can hold them;
+            else the coordinator does.
         shares: For each replica, how many micro-batches of a round it takes; the sum of the shares
             is the round. A replica with share 0 is a warm spare. None for equal shares.
         optimizer: ``each`` lets every replica step with the sum of all gradients, so each has the
@@ -78,6 +85,7 @@ class StagePlan:
     gradient_dtype: WireDtype | None = None
     compile: bool = False
     embedding: bool = False
+    head: bool = False
     shares: list[int] | None = None
     optimizer: ReplicaOptimizer | None = None
 
@@ -183,13 +191,15 @@ class Plan:
         """The rounding at each boundary, from coordinator to first worker to last worker and back.
 
         If the two stages of a boundary differ, the narrower dtype holds. If the coordinator has one
-        stage, its dtypes hold at both ends.
+        stage, its dtypes hold at both ends. Losses and their gradients are never rounded.
         """
         local = [stage for stage in self.stages if stage.is_local]
         first, last = (local[0], local[-1]) if local else (None, None)
         around = [first, *self.remote_stages, last]
         return [
-            Narrowing(
+            Narrowing()
+            if before is not None and before.head
+            else Narrowing(
                 _narrower(before, after, "activation_dtype"),
                 _narrower(before, after, "gradient_dtype"),
             )
@@ -332,6 +342,7 @@ class Plan:
                 )
             _check_choices(vars(stage), f"stages[{index}]")
             _check_embedding(stage, index)
+            _check_head(stage, index, is_last=index == len(self.stages) - 1)
             if stage.is_local and stage.dtype is not None:
                 raise PlanError(
                     f"The coordinator's stage has dtype {stage.dtype!r}; what the coordinator "
@@ -436,14 +447,15 @@ def _check_replicas(stage: StagePlan, index: int) -> None:
             f"stages[{index}] has the shares {shares} for the workers {names}; write one number "
             f"for each, 0 or more, with a sum from 1 to {MOST_SHARES}, or leave `shares` out."
         )
-    if stage.is_hosted and (stage.optimizer == "each" or stage.embedding or stage.dtype):
-        key = "optimizer: each" if stage.optimizer == "each" else "embedding: true"
+    ends = [f"{end}: true" for end in ("embedding", "head") if getattr(stage, end)]
+    if stage.is_hosted and (stage.optimizer == "each" or ends or stage.dtype):
+        key = "optimizer: each" if stage.optimizer == "each" else "".join(ends[:1])
         key = f"dtype: {stage.dtype}" if stage.dtype else key
         raise PlanError(
             f"stages[{index}] has `{key}`, and the coordinator is one of its replicas, which keeps "
-            "the embedding, steps all parameters or with `optimizer: split` a part of them, and "
-            "computes in Lightning's `precision`. Leave the key out, or take the coordinator from "
-            "the stage."
+            "the embedding and the head, steps all parameters or with `optimizer: split` a part of "
+            "them, and computes in Lightning's `precision`. Leave the key out, or take the "
+            "coordinator from the stage."
         )
 
 
@@ -459,6 +471,21 @@ def _check_embedding(stage: StagePlan, index: int) -> None:
         raise PlanError(
             f"stages[{index}] has `embedding: true` and dtype {stage.dtype!r}; the embedding is "
             "kept in the model's own dtype. Leave one of them out."
+        )
+
+
+def _check_head(stage: StagePlan, index: int, *, is_last: bool) -> None:
+    if not stage.head:
+        return
+    if stage.is_local or not is_last:
+        raise PlanError(
+            f"stages[{index}] has `head: true`; only a worker that holds the last layer can have "
+            "the head. Elsewhere it stays with the coordinator: leave the key out."
+        )
+    if stage.dtype is not None:
+        raise PlanError(
+            f"stages[{index}] has `head: true` and dtype {stage.dtype!r}; the head is kept in the "
+            "model's own dtype. Leave one of them out."
         )
 
 

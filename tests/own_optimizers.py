@@ -56,6 +56,26 @@ class CountingWithGradients(Counting):
         return Lion.step(self, closure)
 
 
+class InFloat32(Optimizer):
+    """Keeps its momentum in float32, beside weights of any dtype."""
+
+    def __init__(self, params: Any, lr: float = 0.003) -> None:
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        loss = loss_of(closure)
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is None:
+                    continue
+                wide = torch.zeros_like(p, dtype=torch.float32)
+                momentum = self.state[p].setdefault("momentum", wide)
+                momentum.mul_(0.9).add_(p.grad.float())
+                p.copy_(p.float() - group["lr"] * momentum)
+        return loss
+
+
 class Normalized(Lion):
     """Divides all gradients by their common norm."""
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -35,6 +36,7 @@ any_stage = st.builds(
     recompute=st.sampled_from([False, True, "layers"]),
     compile=st.booleans(),
     embedding=st.booleans(),
+    head=st.booleans(),
 )
 any_plan = st.builds(
     Plan,
@@ -86,6 +88,7 @@ def test_a_written_plan_is_plain_yaml(tmp_path: Path) -> None:
         "recompute": False,
         "compile": False,
         "embedding": False,
+        "head": False,
     }
     assert content["stages"][1] == expected
 
@@ -249,6 +252,9 @@ def test_a_wrong_type_is_refused_by_its_place(content: Any, fragment: str) -> No
         Plan([stage("old-tower:9999", 0, 1), stage("coordinator", 1, 6)]),
         Plan([StagePlan(["old-tower:9999"], (0, 1), embedding=True), stage("coordinator", 1, 6)]),
         Plan([stage("coordinator", 0, 0), StagePlan(["old-tower:9999"], (0, 6), embedding=True)]),
+        Plan([HERE, StagePlan(["old-tower:9999"], (2, 6), head=True)]),
+        Plan([StagePlan(WORKERS, (0, 6), embedding=True, head=True)]),
+        Plan([StagePlan([WORKERS[0], "coordinator"], (0, 2)), replace(THERE, head=True)]),
         Plan([HERE, stage("old-tower:9999", 2, 4), stage("coordinator", 4, 6)]),
         Plan([stage(WORKERS[0], 0, 2), stage(WORKERS[1], 2, 4), stage(WORKERS[0], 4, 6)]),
         Plan([stage(WORKERS[0], 0, 2), THERE]),
@@ -294,6 +300,7 @@ def test_a_plan_that_fits_passes(plan: Plan) -> None:
             for keys, said in [
                 ({"optimizer": "each"}, "`optimizer: each`"),
                 ({"embedding": True}, "`embedding: true`"),
+                ({"head": True}, "`head: true`"),
                 ({"dtype": "float16"}, "`dtype: float16`"),
             ]
         ],
@@ -331,6 +338,18 @@ def test_a_plan_that_fits_passes(plan: Plan) -> None:
         (
             Plan([StagePlan(WORKERS[:1], (0, 6), dtype="float16", embedding=True)]),
             ["stages[0]", "`embedding: true`", "'float16'", "Leave one of them out"],
+        ),
+        (
+            Plan([StagePlan(WORKERS[:1], (0, 4), head=True), stage("coordinator", 4, 6)]),
+            ["stages[0]", "`head: true`", "the last layer", "leave the key out"],
+        ),
+        (
+            Plan([StagePlan(["coordinator"], (0, 6), head=True)]),
+            ["stages[0]", "`head: true`", "worker"],
+        ),
+        (
+            Plan([StagePlan(WORKERS[:1], (0, 6), dtype="float16", head=True)]),
+            ["stages[0]", "`head: true`", "'float16'", "Leave one of them out"],
         ),
         (
             Plan([stage("coordinator", 0, 2), stage("coordinator", 2, 6)]),

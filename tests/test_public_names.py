@@ -68,7 +68,7 @@ KEYS_OF_PLANS: dict[type, str] = {
     Plan: "stages micro_batches in_flight",
     StagePlan: (
         "workers layers recompute dtype activation_dtype gradient_dtype compile embedding "
-        "shares optimizer"
+        "head shares optimizer"
     ),
 }
 
@@ -86,8 +86,8 @@ KEYS_OF_PROFILES: dict[type, str] = {
         "parameter_bytes_in is_experts"
     ),
     profile.DeviceProfile: (
-        "name device memory_bytes base_bytes timings optimizer_seconds software_seconds "
-        "largest_micro_batch versions stale confirmed price_per_hour watts"
+        "name device memory_bytes base_bytes timings optimizer_seconds optimizer_bytes "
+        "software_seconds largest_micro_batch versions stale confirmed price_per_hour watts"
     ),
     profile.Timing: (
         "part micro_batch_size forward_seconds backward_seconds saved_bytes peak_bytes dtype "

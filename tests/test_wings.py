@@ -31,6 +31,8 @@ WINGS = {
         "coordinator.replacement",
         "coordinator.snapshots",
         "coordinator.takeover",
+        "pipeline.journal",
+        "worker.sent_messages",
         "worker.snapshots",
         "worker.takeover",
     ],

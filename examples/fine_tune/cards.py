@@ -3,15 +3,17 @@
 The planner of lightning-hetero places the layers, as it does after a measurement. Here nothing is
 measured: one layer of the model runs on torch's device ``meta``, which has shapes and no numbers,
 and the bytes that it keeps for its backward are counted. So the table tells memory and layers, and
-no speed.
+no speed. With ``--bytes`` it tells which bytes fill a model and each card.
+
+All is counted for ``precision: bf16-true``, in which Lightning makes the adapter bfloat16 too.
 """
 
 from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, fields
 from itertools import product
 from typing import Any
 
@@ -31,7 +33,9 @@ from transformers import (
 from lightning_hetero.errors import PlanError
 from lightning_hetero.model.layers import find_decoder_layers
 from lightning_hetero.plan import COORDINATOR
+from lightning_hetero.planner.candidates import Candidate
 from lightning_hetero.planner.cards import find_card
+from lightning_hetero.planner.costs import KEPT_FREE, Need
 from lightning_hetero.planner.profile import (
     EMBEDDING,
     HEAD,
@@ -86,6 +90,8 @@ MICRO_BATCHES = 4
 GIB = 2**30
 FRAMEWORK_BYTES = GIB
 """What CUDA, its libraries and the allocator take before any layer is there; assumed."""
+ADAPTER_BYTES, GRADIENT_BYTES, STATE_BYTES = 2, 2, 4
+"""For each weight of the adapter: itself, its gradient, and AdamW's two averages, in bfloat16."""
 
 # A value for 64 weights in one byte, and one of four bytes for 256 such values.
 NF4_BYTES_PER_WEIGHT = 0.5 + 1 / 64 + 4 / (64 * 256)
@@ -120,6 +126,7 @@ class Layer:
         trainable: Number of weights that train.
         kept_bytes: What it keeps for its backward.
         largest_bytes: The largest frozen weight when it is unpacked.
+        widest_bytes: The widest activation.
         multiplications: Of its forward.
     """
 
@@ -127,7 +134,17 @@ class Layer:
     trainable: int
     kept_bytes: int
     largest_bytes: int
+    widest_bytes: int
     multiplications: float
+
+    @property
+    def peak_bytes(self) -> int:
+        """The most that its forward or its backward takes at once, above its weights.
+
+        Beside the kept bytes there are an unpacked weight, or two of the widest activations with
+        the mask of a dropout.
+        """
+        return self.kept_bytes + max(self.largest_bytes, 5 * self.widest_bytes // 2)
 
 
 def count_layer(config: PretrainedConfig, tokens: int, lora: Lora) -> Layer:
@@ -137,19 +154,22 @@ def count_layer(config: PretrainedConfig, tokens: int, lora: Lora) -> Layer:
         base = AutoModelForCausalLM.from_config(
             one, dtype=torch.bfloat16, attn_implementation="counted"
         )
-        model: Any = get_peft_model(base, lora.config, autocast_adapter_dtype=False)
+        # In bf16-true, Lightning casts the adapter too.
+        model: Any = get_peft_model(base, lora.config).to(torch.bfloat16)
         hidden = torch.empty(1, tokens, one.hidden_size, dtype=torch.bfloat16, requires_grad=True)
     (layer,) = [found.module for found in find_decoder_layers(model)]
     kept = Kept(layer)
     with saved_tensors_hooks(kept.add, lambda tensor: tensor):
         model.base_model.model.base_model(inputs_embeds=hidden, use_cache=False)
-    frozen = [p.numel() for p in layer.parameters() if not p.requires_grad and p.ndim > 1]
+    matrices = [p for p in layer.parameters() if not p.requires_grad and p.ndim > 1]
+    frozen = [matrix.numel() for matrix in matrices]
     trainable = sum(p.numel() for p in layer.parameters() if p.requires_grad)
     return Layer(
         frozen_bytes=int(sum(frozen) * NF4_BYTES_PER_WEIGHT),
         trainable=trainable,
         kept_bytes=kept.num_bytes,
         largest_bytes=2 * max(frozen),
+        widest_bytes=2 * tokens * max(size for matrix in matrices for size in matrix.shape),
         multiplications=2.0 * tokens * (sum(frozen) + trainable),
     )
 
@@ -186,10 +206,10 @@ def model_profile(config: PretrainedConfig, tokens: int, layer: Layer) -> ModelP
         parts=[
             Part(
                 "layer",
-                layer.frozen_bytes + 4 * layer.trainable,
+                layer.frozen_bytes + ADAPTER_BYTES * layer.trainable,
                 layer.trainable,
-                gradient_bytes=4 * layer.trainable,
-                optimizer_bytes=8 * layer.trainable,
+                gradient_bytes=GRADIENT_BYTES * layer.trainable,
+                optimizer_bytes=STATE_BYTES * layer.trainable,
             ),
             Part(EMBEDDING, table),
             Part(HEAD, 0 if config.tie_word_embeddings else table),
@@ -198,10 +218,18 @@ def model_profile(config: PretrainedConfig, tokens: int, layer: Layer) -> ModelP
         activation_bytes_per_sample=boundary,
         gradient_bytes_per_sample=boundary,
         dtype="bfloat16",
+        # A worker with the first layer may have it, as the profiler finds for these families.
+        embedding_may_leave=not config.tie_word_embeddings,
     )
 
 
-def profile_of(config: PretrainedConfig, cards: Sequence[str], tokens: int, lora: Lora) -> Profile:
+def profile_of(
+    config: PretrainedConfig,
+    cards: Sequence[str],
+    tokens: int,
+    lora: Lora,
+    micro_batches: int = MICRO_BATCHES,
+) -> Profile:
     """A profile with the published figures of cards; the first one has the coordinator.
 
     Raises:
@@ -219,7 +247,7 @@ def profile_of(config: PretrainedConfig, cards: Sequence[str], tokens: int, lora
         timings = [*layer_timings(layer, model, speed), *ends]
         memory = card.memory_bytes
         devices.append(DeviceProfile(name, card.name, memory, FRAMEWORK_BYTES, timings))
-    found = Profile(VERSION, model, devices, batch_size=MICRO_BATCHES)
+    found = Profile(VERSION, model, devices, batch_size=micro_batches)
     found.check()
     return found
 
@@ -227,8 +255,7 @@ def profile_of(config: PretrainedConfig, cards: Sequence[str], tokens: int, lora
 def layer_timings(layer: Layer, model: ModelProfile, speed: float) -> list[Timing]:
     """A layer, without and with a second forward in the backward."""
     seconds = layer.multiplications / speed
-    peak = layer.kept_bytes + layer.largest_bytes
-    inputs = model.activation_bytes_per_sample
+    peak, inputs = layer.peak_bytes, model.activation_bytes_per_sample
     return [
         Timing("layer", 1, seconds, seconds, layer.kept_bytes, peak, "bfloat16"),
         Timing("layer", 1, seconds, 2 * seconds, inputs, peak, "bfloat16", recompute=True),
@@ -250,10 +277,42 @@ def _ends(config: PretrainedConfig, model: ModelProfile, speed: float) -> list[T
     ]
 
 
+@dataclass(frozen=True)
+class Tool:
+    """Something that makes room, tried where nothing before it in `TOOLS` is enough.
+
+    Args:
+        mark: Stands before the cell.
+        use: A profile with this tool.
+    """
+
+    mark: str
+    use: Callable[[Profile], Profile]
+
+
+# The planner itself recomputes, and moves the embedding, where memory is short.
+TOOLS = (Tool("", lambda profile: profile),)
+
+
+def plan_for(profile: Profile) -> tuple[Tool, Candidate]:
+    """The first tool that is enough, and the plan with it.
+
+    Raises:
+        PlanError: Of the last tool, if none is enough.
+    """
+    wishes = Wishes(micro_batches=profile.batch_size, replicas=False)
+    for tool in TOOLS:
+        try:
+            return tool, solve(tool.use(profile), wishes).chosen
+        except PlanError as error:
+            refusal = error
+    raise refusal
+
+
 def fits(profile: Profile) -> str:
     """The layers and the memory on each card, or that there is no plan."""
     try:
-        chosen = solve(profile, Wishes(micro_batches=MICRO_BATCHES, replicas=False)).chosen
+        tool, chosen = plan_for(profile)
     except PlanError:
         return "no"
     cells = []
@@ -263,11 +322,48 @@ def fits(profile: Profile) -> str:
         mark = " again" if any(held) else ""
         mark = " by layers" if "layers" in held else mark
         cells.append(f"{layers}{mark}: {float(chosen.need(name).total) / GIB:.0f} GiB")
-    return ", ".join(cells)
+    return tool.mark + ", ".join(cells)
+
+
+def items(profile: Profile) -> Iterator[tuple[str, float]]:
+    """What fills memory on any cards together, in bytes; keys and values are in a layer's graph."""
+    model, own = profile.model, profile.device(COORDINATOR)
+    layer, num = model.part("layer"), len(model.layers)
+    costs = {(timing.part, timing.recompute): timing for timing in own.timings}
+    adapter = ADAPTER_BYTES * layer.trainable_parameters
+    yield "layers, frozen", num * (layer.parameter_bytes - adapter)
+    trained = adapter + layer.gradient_bytes + layer.optimizer_bytes
+    yield "adapters, gradients, optimizer state", num * trained
+    yield "embedding", model.part(EMBEDDING).parameter_bytes
+    yield "head", model.part(HEAD).parameter_bytes
+    yield "graphs of all layers, without recomputation", num * costs["layer", False].saved_bytes
+    yield "inputs of all layers, with it", num * costs["layer", True].saved_bytes
+    yield "one layer, run again", costs["layer", True].peak_bytes
+    yield "logits and loss", costs[HEAD, False].peak_bytes
+    yield "CUDA, of each card", own.base_bytes
+
+
+def explained(profile: Profile) -> Iterator[str]:
+    """What fills each card by the plan, or the bytes that are short."""
+    try:
+        _, chosen = plan_for(profile)
+    except PlanError as error:
+        yield f"no: {error}"
+        return
+    for name in chosen.processes:
+        need, device = chosen.need(name), profile.device(name)
+        parts = [(each.name, float(getattr(need, each.name))) for each in fields(Need)]
+        parts += [("total", float(need.total)), ("free", KEPT_FREE * device.memory_bytes)]
+        told = ", ".join(f"{part.replace('_', ' ')} {size / GIB:.2f}" for part, size in parts)
+        yield f"{device.device}, {device.memory_bytes / GIB:g} GiB: {told}"
 
 
 def table(
-    models: dict[str, PretrainedConfig], cards: Sequence[str], tokens: int, lora: Lora
+    models: dict[str, PretrainedConfig],
+    cards: Sequence[str],
+    tokens: int,
+    lora: Lora,
+    micro_batches: int = MICRO_BATCHES,
 ) -> str:
     """A row for each model and a column for each card or pair of cards."""
     names = [wish.split("+") for wish in cards]
@@ -275,7 +371,7 @@ def table(
     heads = [f"{' + '.join(n)} ({size} GiB)" for n, size in zip(names, sizes, strict=True)]
     lines = [f"| model | {' | '.join(heads)} |", "|---" * (len(names) + 1) + "|"]
     cells = {
-        (model, index): fits(profile_of(config, each, tokens, lora))
+        (model, index): fits(profile_of(config, each, tokens, lora, micro_batches))
         for (model, config), (index, each) in product(models.items(), enumerate(names))
     }
     for model in models:
@@ -291,12 +387,26 @@ def main(words: Sequence[str] | None = None) -> None:
     parser.add_argument("--cards", nargs="+", default=CARDS, metavar="CARD[+CARD]")
     parser.add_argument("--tokens", type=int, default=1024, help="of one sequence")
     parser.add_argument("--rank", type=int, default=16, help="of the adapter, on all linear layers")
+    parser.add_argument("--micro-batches", type=int, default=MICRO_BATCHES, metavar="NUMBER")
+    parser.add_argument("--model", choices=MODELS, help="only this one of the six")
+    parser.add_argument("--bytes", action="store_true", help="what fills memory, in GiB")
     options = parser.parse_args(words)
     models = MODELS
     if options.base:
         with plain_hub_errors("model", options.base):
             models = {options.base: AutoConfig.from_pretrained(options.base)}
-    print(table(models, options.cards, options.tokens, Lora(rank=options.rank)))
+    elif options.model:
+        models = {options.model: MODELS[options.model]}
+    asked = options.tokens, Lora(rank=options.rank), options.micro_batches
+    if not options.bytes:
+        print(table(models, options.cards, *asked))
+        return
+    for (model, config), wish in product(models.items(), options.cards):
+        profile = profile_of(config, wish.split("+"), *asked)
+        print(f"{model} on {wish}, a sequence of {options.tokens} tokens:")
+        for what, num_bytes in items(profile):
+            print(f"  {what}: {num_bytes / GIB:.2f}")
+        print(*explained(profile), sep="\n")
 
 
 if __name__ == "__main__":

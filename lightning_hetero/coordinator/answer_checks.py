@@ -295,7 +295,7 @@ class _SentForward:
         if found.requires_grad and not self.surroundings.grad_enabled:
             raise RemoteProtocolError("It wants gradients of a forward that runs without them.")
         came = TensorSpec.of(found.hidden)
-        if came != self._usual(layers):
+        if self.surroundings.has_loss or came != self._usual(layers):
             form = self._form_with(came)
             if form not in forms:
                 self._check_other_form(found.hidden, layers, dtypes)
@@ -312,6 +312,8 @@ class _SentForward:
         may_be = {*dtypes(), self.spec.torch_dtype, torch.float32}
         may_be.add(self.surroundings.autocast_dtype or torch.float32)
         expected = self._tried(layers)
+        if expected is None and self.surroundings.has_loss:
+            expected = torch.empty((), device="meta")
         if expected is None:
             shape, same_shape = usual.shape, came.shape[:1] == usual.shape[:1]
         else:

@@ -22,11 +22,13 @@ from torch import Tensor, nn
 from ..errors import HeteroError, ModelError, StageFailed, WeightsLost, WorkerLost
 from ..model.captured_outputs import CollectingHooks
 from ..model.compiled_layers import uncompile
+from ..model.head import LabelsSeen, find_head
 from ..model.hollow import HollowLayers, is_hollow, remote_of
 from ..model.hollow_forward import list_begins
 from ..model.layer_call import LayerCall
 from ..model.layers import (
     EMBEDDING_LAYER,
+    LOSS_LAYER,
     DecoderLayer,
     check_layers_stand_alone,
     describe_layer,
@@ -41,7 +43,7 @@ from ..pipeline.handover import Request, surroundings_here
 from ..pipeline.microbatch import NOTHING_SAID, BatchOptions
 from ..pipeline.placement import Placement, coming_home, leaving_home
 from ..pipeline.random_numbers import Draws
-from ..plan import Plan, StagePlan
+from ..plan import HEAD_LAYERS, Plan, StagePlan
 from ..protocol.tensor_bytes import DTYPES
 from .attributes import PlainAttributes, changed_since_recipe
 from .handover import HandOvers
@@ -122,6 +124,7 @@ class Deployment:
         self.bytes_per_second: float = math.inf if before is None else before.bytes_per_second
         self._root = root
         self._saving = threading.Lock()
+        self._labels = LabelsSeen()
         self._converts_weights = converts_weights
         self._parts = parts or DeploymentParts()
         home = {} if before is None else before._bring_leaving(plan)
@@ -181,7 +184,13 @@ class Deployment:
             self._slices,
         )
         self._hollow = HollowLayers(
-            away, self._exchange, self.tensors, self._pass_by, hosted, self._follow_attributes
+            away,
+            self._exchange,
+            self.tensors,
+            self._pass_by,
+            hosted,
+            self._follow_attributes,
+            self._wants_loss,
         )
         self._hollow.check()  # before any weight travels
         connections = coordinator.connections
@@ -348,7 +357,7 @@ class Deployment:
                 "layers are on workers; `compile: true` in the plan compiles the layers of a stage"
             )
         self._adjusted += prepare_hosted(self.layers, self.plan, self.draws)
-        names = list(self._names.values())
+        names = [name for number, name in self._names.items() if number not in HEAD_LAYERS]
         are_cut = any(absent_in(module) for module in self._away.values())
         collecting = CollectingHooks(self._root, names, are_cut=are_cut)
         self._hollow.caches.listen(self._root, names)
@@ -356,6 +365,8 @@ class Deployment:
             hooks.callback(self._hollow.caches.remove)
             hooks.callback(collecting.remove)
             self._hollow.hollow()
+            if LOSS_LAYER in self._away:
+                hooks.callback(self._labels.hand_over_loss(self._root, self.layers))
             self._adjusted += prepare_own(
                 self._root, self.layers, self.plan, self.draws, self._slices
             )
@@ -589,9 +600,15 @@ class Deployment:
         self._warn_of_buffers()
         return returned.hidden, returned.collected
 
+    def _wants_loss(self) -> bool:
+        """Whether a worker with the head returns the loss, and not the logits: in training, and in
+        trials of a training without gradients."""
+        is_trial = self.hand_overs.are_trials and self._labels.are_there
+        return torch.is_grad_enabled() or is_trial
+
     def _pass_by(self, number: int) -> None:
         """Seed the code after a hollow layer as after a layer kept here."""
-        if is_seeded(self._away[number]):
+        if number not in HEAD_LAYERS and is_seeded(self._away[number]):
             self.draws.pass_by(number)
 
     def _follow_attributes(self) -> None:
@@ -719,7 +736,9 @@ def layers_of_stage(
     """The layers of a stage, by their numbers.
 
     Raises:
-        ModelError: If the plan gives it an impossible embedding.
+        ModelError: If the plan gives it an impossible embedding or head.
     """
     found = {number: layers[number] for number in stage.layer_indices}
-    return {EMBEDDING_LAYER: find_embedding(root, layers), **found} if stage.embedding else found
+    if stage.embedding:
+        found = {EMBEDDING_LAYER: find_embedding(root, layers), **found}
+    return found | find_head(root, layers, stage.embedding) if stage.head else found

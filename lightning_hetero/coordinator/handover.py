@@ -139,6 +139,12 @@ class WholeBatches:
         # and one other bit can make another token.
         if request.surroundings.has_cache or self._num_pieces == 1:
             return [request], 0, ()
+        if request.surroundings.has_loss:
+            self._say_once(
+                "A worker has the head, and returns one loss of all samples. Take `head: true` "
+                "out of the plan, or use `micro_batching='step'`."
+            )
+            return [request], 0, ()
         try:
             self._refuse_batch_statistics()
             dim = self._dimension.find(request.hidden, self.num_samples)

@@ -33,6 +33,8 @@ from ..pipeline.optimizer import (
     optimizer_class_name,
     optimizer_defaults,
     optimizer_gradients,
+    overridden,
+    page_by_device,
     total_norm,
 )
 from ..pipeline.recorder import APPLY, Recorder
@@ -375,6 +377,8 @@ class RemoteOptimizer:
         self._held = [id(parameter) for parameter in optimized_parameters(optimizer)]
         self._parameters = {name: parameter for parameter, name in names_of.items()}
         self._build()
+        here = (p for p in optimized_parameters(optimizer) if p not in names_of)
+        self._page_again = page_by_device(optimizer, here)
         self._send_state()
         self._hook = optimizer.register_state_dict_post_hook(self._add_remote_state)
         # Not by a hook: some optimizers load in their own way, without hooks.
@@ -441,6 +445,7 @@ class RemoteOptimizer:
         """Leave the optimizer an ordinary one."""
         self._hook.remove()
         self._put_back()
+        self._page_again()
 
     def _build(self) -> None:
         groups = [
@@ -450,6 +455,14 @@ class RemoteOptimizer:
             )
             for group in self.optimizer.param_groups
         ]
+        for parameter in overridden(self.optimizer):
+            if parameter in self._names_of:
+                raise ModelError(
+                    f"{self._names_of[parameter]} of the layers has settings of its own in "
+                    "bitsandbytes' GlobalOptimManager, and workers do not get them. Take them "
+                    "back, and use a class with 32 bits if a state of 8 bits is too coarse, or "
+                    "keep the layer with the coordinator."
+                )
         class_name = optimizer_class_name(self.optimizer)
         defaults = optimizer_defaults(self.optimizer)
         self._parts.build(self._number, class_name, defaults, groups)
@@ -483,7 +496,7 @@ class RemoteOptimizer:
                 # A parameter with two names in its layer comes under both, and is known by one.
                 parameter = self._parameters.get(name)
                 if parameter is not None:
-                    found[name] = _as_here(parameter, state)
+                    found[name] = _as_here(self.optimizer, parameter, state)
                     progress.advance(parameter.nbytes)
         return found
 
@@ -544,13 +557,13 @@ def _is_meta(state: Mapping[str, Any]) -> bool:
     return any(isinstance(value, Tensor) and value.is_meta for value in state.values())
 
 
-def _as_here(parameter: Tensor, state: Mapping[str, Any]) -> dict[str, Any]:
-    """A received state in the dtypes of its parameter.
+def _as_here(optimizer: Optimizer, parameter: Tensor, state: Mapping[str, Any]) -> dict[str, Any]:
+    """A received state in the dtypes that it has beside its parameter.
 
     The tensors of a frame share its memory: a step count of four bytes would keep all of it, when
     the others are replaced by converted ones.
     """
-    converted = {key: in_dtype_of(parameter, key, value) for key, value in state.items()}
+    converted = {k: in_dtype_of(optimizer, parameter, k, value) for k, value in state.items()}
     unchanged = [key for key, value in state.items() if converted[key] is value]
     if len(unchanged) < len(state):
         copies = {k: state[k].clone() for k in unchanged if isinstance(state[k], Tensor)}

@@ -83,6 +83,8 @@ def _refused_key(stage: StagePlan) -> str | None:
         return f"several workers ({', '.join(stage.workers)})"
     if stage.embedding:
         return "`embedding: true`"
+    if stage.head:
+        return "`head: true`"
     if stage.compile:
         return "`compile: true`"
     if stage.recompute == "layers":

@@ -26,7 +26,7 @@ from ..model.attributes import unchanged
 from ..model.hollow_checks import warn_of_changes_outside
 from ..model.layer_call import LayerCall
 from ..model.layer_code import LoadedCode
-from ..model.layers import describe_layer
+from ..model.layers import LOGITS_LAYER, LOSS_LAYER, describe_layer
 from ..model.outer_state import OuterContent, OuterState
 from ..model.override import own_forward
 from ..model.tensors import filled, named_tensors, stored_bytes, stored_in_four_bits
@@ -234,12 +234,20 @@ class Twins(NoTwins):
         num_left_out = 0
         layers = {n: self._remote.holdings.stages[n].layers for n in places}
         again = {stage: self._again.pop(place, None) for stage, place in places.items()}
+        # The logits into the loss are many, and its code is compared by its digest.
+        called.discard(LOSS_LAYER)
         for stage, number in ((s, n) for s, own in layers.items() for n in own if n in called):
             if again[stage] is not None:
                 if number == again[stage]:
                     found[number] = stage
                 continue
             num_bytes = stored_bytes({number: self._layers[number]}) + 2 * request.hidden.nbytes
+            if number == LOGITS_LAYER and num_bytes + self._logits_bytes(request) > _MOST_BYTES:
+                rank_zero_info(
+                    "whether the head computes on its worker what it computes here was not "
+                    "checked: its weights and logits are too many for that"
+                )
+                continue
             kind = places[stage].kind_of(self._layers[number])
             if kind in self._answered and self._num_bytes + num_bytes > _MOST_BYTES:
                 num_left_out += 1
@@ -253,6 +261,13 @@ class Twins(NoTwins):
                 "compared with those here: layers that are like them were"
             )
         return found
+
+    def _logits_bytes(self, request: Request) -> int:
+        """The bytes of the logits of a hand-over, and of their gradients."""
+        hidden = request.hidden
+        shape = hidden.shape[:-1] if hidden.is_floating_point() else hidden.shape
+        num_rows = self._layers[LOGITS_LAYER].get_parameter("weight").shape[0]
+        return 2 * shape.numel() * num_rows * torch.float32.itemsize
 
     def _answers_there(
         self, hand_over: _HandOver, chosen: Mapping[int, Member]

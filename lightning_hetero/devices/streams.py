@@ -5,6 +5,7 @@ A backend makes streams and events itself if torch has classes for its kind.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
@@ -13,7 +14,10 @@ import torch
 from torch import Tensor
 
 from ..errors import ChannelError
+from ..units import in_bytes
 from .copies import Bytes
+
+logger = logging.getLogger(__name__)
 
 
 @contextmanager
@@ -57,10 +61,23 @@ class AcceleratorStreams:
         return in_stream(stream)
 
     def pinned_bytes(self, num_bytes: int) -> Bytes:
+        """As in `Streams`; other memory, with a warning, where the system pins no more."""
         # Without this, a new thread would pin memory for the first device of the machine.
         with self.inside(self.current_stream()):
-            found: Bytes = torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True).numpy()
-        return found
+            try:
+                found = torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)
+            except RuntimeError as error:
+                # Copies wait for this memory: they are slower, and as right.
+                logger.warning(
+                    "The system does not pin %s of memory for %s, so copies there are slower; "
+                    "smaller micro-batches or a lower `in_flight` need less. (%s)",
+                    in_bytes(num_bytes),
+                    self.device,
+                    error,
+                )
+                found = torch.empty(num_bytes, dtype=torch.uint8)
+        content: Bytes = found.numpy()
+        return content
 
     def mark_computed(self) -> EventMark:
         return self._mark(self.current_stream())

@@ -401,6 +401,9 @@ def _alike(whole: Tensor, pieces: Sequence[Tensor]) -> tuple[Tensor, Iterator[Te
     """The whole and its possible values from the pieces: these joined along their samples; or sums
     over all samples and positions if pieces are padded to other lengths than the whole."""
     whole, pieces = whole.float(), [piece.float() for piece in pieces]
+    if not whole.ndim:  # a loss from a worker with the head: a mean of the batch, or a sum
+        losses = torch.stack(pieces)
+        return whole, iter([losses.sum(0), losses.mean(0)])
     dim = dim_of_cut(whole.shape, [piece.shape for piece in pieces])
     if dim is not None:
         return whole, joined(pieces, dim)

@@ -6,7 +6,8 @@
 A hollow layer is the same object as before, with the same class, name and attributes; its
 parameters are ``meta`` tensors and its ``forward`` records how the model called it. The last layer
 of the run exchanges the hidden states for the returned ones; the other layers return placeholders
-(`placeholders.py`). With the input embedding in the run, it starts from token ids.
+(`placeholders.py`). With the input embedding in the run, it starts from token ids. With the head
+(`head.py`) it ends with the loss, and without gradients with the logits.
 
 State dicts get their content from where the tensors are:
 
@@ -42,7 +43,7 @@ from collections.abc import (
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
-from itertools import repeat
+from itertools import pairwise, repeat
 from operator import is_
 from typing import Any, NoReturn
 
@@ -50,6 +51,7 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import ModelError
+from ..plan import HEAD_LAYERS
 from .adapters import AdapterSwitches
 from .argument_changes import copied
 from .captured_outputs import HIDDEN_STATES, SilencedHooks, add_collected, has_hooks, wanted_kinds
@@ -74,7 +76,16 @@ from .layer_call import (
     result_on_meta,
     take_hidden,
 )
-from .layers import EMBEDDING_LAYER, DecoderLayer, describe_layer, embedded_on_meta, look_past_meta
+from .layers import (
+    EMBEDDING_LAYER,
+    LOSS_LAYER,
+    NORM_LAYER,
+    DecoderLayer,
+    describe_layer,
+    embedded_on_meta,
+    is_end,
+    look_past_meta,
+)
 from .outer_state import OuterContent, OuterState
 from .override import ForwardOverride, MethodOverride, has_own_forward, overrides_of
 from .partial_layers import absent_in, halves_of, in_tree
@@ -120,13 +131,16 @@ class HollowLayers:
     """A run of consecutive hollow layers.
 
     Args:
-        layers: The layers by their numbers, in order; the embedding's is `EMBEDDING_LAYER`.
+        layers: The layers by their numbers, in order; the embedding's is `EMBEDDING_LAYER`, and the
+            head's are `HEAD_LAYERS`.
         exchange: Takes the hidden states, the recorded calls and the kinds of the model's collected
             outputs; returns the hidden states after the last layer, and these outputs.
         remote: Access to the weights for ``state_dict`` and ``load_state_dict``.
         pass_by: Called with the number of each layer that returns a placeholder.
         kept: The numbers of the layers with their weights here, the first or the last of the run.
         follow: Called before kept layers run here.
+        wants_loss: Whether the present run ends with the loss, if the head is in it, and not with
+            the logits.
 
     Attributes:
         caches: The key-value caches of forwards through these layers.
@@ -142,6 +156,7 @@ class HollowLayers:
         pass_by: Callable[[int], None] = lambda _number: None,
         kept: Collection[int] = (),
         follow: Callable[[], None] = lambda: None,
+        wants_loss: Callable[[], bool] = torch.is_grad_enabled,
     ) -> None:
         self._layers = layers
         self._modules = {number: layer.module for number, layer in layers.items()}
@@ -150,11 +165,20 @@ class HollowLayers:
         self._kept = {n: layer for n, layer in self._modules.items() if n in kept}
         self._emptied = {n: layer for n, layer in self._modules.items() if n not in kept}
         self._follow = follow
+        self._wants_loss = wants_loss
+        self._former = {number: former for former, number in pairwise(layers)}
+        self._has_loss = LOSS_LAYER in layers
         begins = list_begins(layers)
-        self._whole = HollowSpan.of(self._modules, begins)
-        self._rest = HollowSpan.of(self._emptied, begins)
-        # The layers hollow at present, whether kept layers run here, and the calls around them.
-        self._span, self._is_here = self._whole, False
+        # By whether kept layers run here, and whether a run with the head ends with the loss.
+        self._spans = {
+            (is_here, has_loss): HollowSpan.of(
+                {n: layer for n, layer in away.items() if has_loss or n != LOSS_LAYER}, begins
+            )
+            for is_here, away in ((False, self._modules), (True, self._emptied))
+            for has_loss in (False, True)
+        }
+        # Whether kept layers run here, and the calls around them.
+        self._is_here = False
         self._on_enter: Callable[[Tensor, bool], Tensor] = _as_it_is
         self._on_leave: Callable[[], None] = lambda: None
         self.caches = HollowCaches()
@@ -175,7 +199,7 @@ class HollowLayers:
             ModelError: If a forward hook on a layer would never fire.
         """
         self._check_layers()
-        if EMBEDDING_LAYER in self._modules:
+        if any(map(is_end, self._modules)):
             look_past_meta()
         empty_tensors(self._emptied)
         mark_as_away(tensor for _, tensor in named_tensors(self._emptied))
@@ -206,12 +230,17 @@ class HollowLayers:
                 tensor beside them carries a gradient; the layer gets the result.
             leave: Called when the last kept layer has run.
         """
-        before = self._span, self._is_here, self._on_enter, self._on_leave
-        self._span, self._is_here, self._on_enter, self._on_leave = self._rest, True, enter, leave
+        before = self._is_here, self._on_enter, self._on_leave
+        self._is_here, self._on_enter, self._on_leave = True, enter, leave
         try:
             yield
         finally:
-            self._span, self._is_here, self._on_enter, self._on_leave = before
+            self._is_here, self._on_enter, self._on_leave = before
+
+    @property
+    def _span(self) -> HollowSpan:
+        """The layers hollow at present."""
+        return self._spans[self._is_here, not self._has_loss or self._wants_loss()]
 
     def runs_here(self, number: int) -> bool:
         """Whether a layer runs as an ordinary one at present."""
@@ -289,10 +318,17 @@ class HollowLayers:
         calls = self._records.calls
         if calls:
             self.forget_calls()
-            last = self._span.last_of(calls[-1].layer_index)
+            latest = calls[-1].layer_index
+            last = self._span.last_of(latest)
+            if latest in HEAD_LAYERS or last in HEAD_LAYERS:
+                raise ModelError(
+                    f"The forward pass ended after {describe_layer(latest)}, and "
+                    f"{describe_layer(last)} is on a worker too. Call the whole model with "
+                    "`labels`, or take `head: true` out of the plan."
+                )
             raise ModelError(
                 "The forward pass left the decoder layers after "
-                f"{describe_layer(calls[-1].layer_index)}; layers up to {last} live "
+                f"{describe_layer(latest)}; layers up to {last} live "
                 "on workers and must all be called. Keep layers that the model may skip or calls "
                 "alone with the coordinator."
             )
@@ -303,12 +339,12 @@ class HollowLayers:
         After an exception the caller must call `forget_calls`.
         """
         warn_of_modes()
-        records, layer = self._records, self._modules[number]
+        records, layer, span = self._records, self._modules[number], self._span
         given = tensors_in((args, kwargs))
         if any(map(is_back, given)):
             return self.call(number, *come_back((args, kwargs)))
-        is_first = number in self._span.firsts
-        comes_from_layer = _never if is_first else partial(records.is_behind, number - 1)
+        is_first = number in span.firsts
+        comes_from_layer = _never if is_first else partial(records.is_behind, self._former[number])
         hidden, args, kwargs, place = take_hidden(number, args, kwargs, comes_from_layer)
         if is_first:
             self.check_finished()
@@ -317,7 +353,13 @@ class HollowLayers:
             records.begin(hidden)
         else:
             self._check_continues(number, hidden)
-        if number in self._span.firsts_with_cache:
+        if number == NORM_LAYER and (kinds := wanted_kinds()):
+            raise ModelError(
+                f"The model collects outputs of its layers ({', '.join(kinds)}), and these do not "
+                "come back from a worker with the head. Call it without "
+                f"output_{kinds[0]}=True, or take `head: true` out of the plan."
+            )
+        if number in span.firsts_with_cache:
             self.caches.begin(number, layer, args, kwargs)
         self._check_adapters(number)
         sent: Tensor = records.sent
@@ -338,7 +380,7 @@ class HollowLayers:
         call = replace(call, tuple_length=length, hidden_at=hidden_at, others=tuple(others))
         records.calls.append(call)
         found: Mapping[int, Tensor]
-        if number in self._span.lasts:
+        if number in span.lasts:
             found = self._leave(given)
         else:
             found = self._behind(call, hidden, sent.device)
@@ -402,7 +444,9 @@ class HollowLayers:
         """
         calls, sent = self._records.calls, self._records.sent
         entering, assumptions = self._records.entering, self._records.assumptions
-        still_there = self._records.still_there(given)
+        has_head = calls[-1].layer_index in HEAD_LAYERS
+        # The model still has logits and the hidden states before them, and does not use them.
+        still_there = [] if has_head else self._records.still_there(given)
         self._records.check_given()
         self.held.end_forward()
         self.forget_calls()
@@ -421,7 +465,10 @@ class HollowLayers:
         collected = [(kind, tensor) for kind, tensor in found if not is_carried(kind)]
         # With the embedding on a worker, the first collected hidden states come back from there.
         add_collected(None if calls[0].layer_index == EMBEDDING_LAYER else sent, collected)
-        assumptions.settle(hidden)
+        if has_head:
+            assumptions.settle_by_head()
+        else:
+            assumptions.settle(hidden)
         for content in still_there:
             content.here = along.get(content.name)
         last: LayerCall = calls[-1]
@@ -471,10 +518,11 @@ class HollowLayers:
             )
 
     def _check_continues(self, number: int, hidden: Tensor) -> None:
-        calls = self._records.calls
+        calls, former = self._records.calls, self._former[number]
         name = self._records.name_of(hidden)
-        if not calls or calls[-1].layer_index != number - 1 or name is None:
-            raise _breaks_off(number, is_next=bool(calls) and calls[-1].layer_index == number - 1)
+        if not calls or calls[-1].layer_index != former or name is None:
+            is_next = bool(calls) and calls[-1].layer_index == former
+            raise _breaks_off(number, former, is_next=is_next)
         before = calls[-1]
         results = {
             returned(before.layer_index, at): at for at in (before.hidden_at, *before.others)
@@ -572,13 +620,14 @@ class _Unmoved(MethodOverride):
         return self.module
 
 
-def _breaks_off(number: int, is_next: bool) -> ModelError:
-    """The error for a layer called with other inputs than the outputs of the layer before it."""
-    both = f"layers {number - 1} and {number}"
+def _breaks_off(number: int, former: int, is_next: bool) -> ModelError:
+    """The error for a layer called with other inputs than the outputs of the former layer."""
+    both = f"layers {former} and {number}"
     remedy = "put the layers before and after it into the coordinator's stage"
-    if number - 1 == EMBEDDING_LAYER:
-        both = "the input embedding and layer 0"
-        remedy = "take `embedding: true` out of the plan"
+    if is_end(former) or is_end(number):
+        both = f"{describe_layer(former)} and {describe_layer(number)}"
+        end = "head" if number in HEAD_LAYERS else "embedding"
+        remedy = f"take `{end}: true` out of the plan"
     if is_next:
         return ModelError(
             f"Something between {both} changed the hidden states, and both live on workers; "
@@ -589,9 +638,10 @@ def _breaks_off(number: int, is_next: bool) -> ModelError:
             "A backward that calls layers again (checkpointing without `use_reentrant=False`) has "
             f"called layer {number} alone, which is on a worker. Pass `use_reentrant=False`."
         )
+    called = describe_layer(number)
     return ModelError(
-        f"Layer {number} was called without {describe_layer(number - 1)} before it. Call the "
-        f"layers on workers one after the other, in their order, or {remedy}."
+        f"{called[0].upper()}{called[1:]} was called without {describe_layer(former)} before it. "
+        f"Call the layers on workers one after the other, in their order, or {remedy}."
     )
 
 

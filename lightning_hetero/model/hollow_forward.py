@@ -20,7 +20,7 @@ from ..errors import ModelError
 from .argument_changes import GivenTensors, Modes
 from .carried_tensors import ENTERED, Arithmetic, Carried, Wanted, computed, entering
 from .layer_call import LayerCall
-from .layers import EMBEDDING_LAYER, DecoderLayer
+from .layers import DecoderLayer, is_end
 from .partial_layers import is_second_half
 from .placeholders import (
     Assumptions,
@@ -250,7 +250,7 @@ class HollowSpan:
                 runs.append([])
             runs[-1].append(number)
         with_cache = (
-            next((n for n in run if n != EMBEDDING_LAYER and not is_second_half(layers[n])), None)
+            next((n for n in run if not is_end(n) and not is_second_half(layers[n])), None)
             for run in runs
         )
         return cls(

@@ -1,11 +1,11 @@
-"""The decoder layers of a LightningModule, and its input embedding.
+"""The decoder layers of a LightningModule, its input embedding, and the numbers of its head.
 
 The input embedding can live on the first worker as layer -1 of the pipeline:
 
     token ids ─▶ embedding ─▶ layer 0 ─▶ … ─▶ exchange(token ids, [call -1, call 0, …])
 
 A model may then pass the embedding's output to its first layer, and do arithmetic with it before
-(`placeholders.py`).
+(`placeholders.py`). The head can live on the last worker as the last three layers (`head.py`).
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, 
 from dataclasses import dataclass, replace
 from difflib import SequenceMatcher
 from functools import cache
+from itertools import chain
 from typing import Any, TypeGuard
 
 import msgspec
@@ -22,12 +23,16 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from ..errors import ModelError
+from ..plan import HEAD_LAYERS
+from .attribute_values import META
 from .compiled_layers import without_wrapper
 
 # The parts of multi-modal models that make hidden states of images and sound.
 _TOWERS = ("vision_config", "audio_config")
 # Layers of these libraries alone run no code of the user's own.
-_LIBRARIES = frozenset({"torch", "transformers", "peft", "bitsandbytes"})
+_LIBRARIES = frozenset(
+    {"torch", "transformers", "peft", "bitsandbytes", __name__.partition(".")[0]}
+)
 # Lists of modules that an error names.
 _MOST_NEAR = 3
 
@@ -355,6 +360,9 @@ def identity_of(tensor: Tensor) -> Hashable:
 EMBEDDING_LAYER = -1
 """The embedding's number among the layers."""
 
+NORM_LAYER, LOGITS_LAYER, LOSS_LAYER = HEAD_LAYERS
+"""The numbers of the head's parts."""
+
 _REMEDY = "take `embedding: true` out of the plan, so that it stays with the coordinator"
 
 
@@ -365,17 +373,38 @@ def has_own_code(layer: nn.Module) -> bool:
     )
 
 
+def is_end(number: int) -> bool:
+    """Whether a number is of the input embedding or of the head."""
+    return number == EMBEDDING_LAYER or number in HEAD_LAYERS
+
+
+_ENDS = {
+    EMBEDDING_LAYER: "the input embedding",
+    NORM_LAYER: "the head's norm",
+    LOGITS_LAYER: "the head",
+    LOSS_LAYER: "the loss",
+}
+
+
 def describe_layer(number: int) -> str:
     """``layer 3``, or ``the input embedding`` for layer -1."""
-    return "the input embedding" if number == EMBEDDING_LAYER else f"layer {number}"
+    return _ENDS.get(number, f"layer {number}")
 
 
 def describe_layers(numbers: Collection[int]) -> str:
     """``layers 2 to 4``, or ``the input embedding and layer 0``."""
-    decoder_layers = [number for number in numbers if number != EMBEDDING_LAYER]
-    first, last = min(decoder_layers), max(decoder_layers)
-    named = f"layer {first}" if first == last else f"layers {first} to {last}"
-    return f"the input embedding and {named}" if EMBEDDING_LAYER in numbers else named
+    decoder_layers = [number for number in numbers if not is_end(number)]
+    parts = [_ENDS[number] for number in (EMBEDDING_LAYER, LOGITS_LAYER) if number in numbers]
+    if decoder_layers:
+        first, last = min(decoder_layers), max(decoder_layers)
+        named = f"layer {first}" if first == last else f"layers {first} to {last}"
+        parts.insert(EMBEDDING_LAYER in numbers, named)
+    return " and ".join(filter(None, [", ".join(parts[:-1]), *parts[-1:]]))
+
+
+def last_decoder_layer(numbers: Iterable[int]) -> int:
+    """The last one of the layers before the head."""
+    return max(number for number in numbers if number not in HEAD_LAYERS)
 
 
 def find_embedding(root: nn.Module, layers: Sequence[DecoderLayer]) -> DecoderLayer:
@@ -459,16 +488,20 @@ class EmbeddingOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 @cache
 def look_past_meta() -> None:
-    """Give Hugging Face models the ``device`` of their first parameter with content.
+    """Give Hugging Face models the ``device`` of their first tensor with content.
 
     Without this, it is the device of the first parameter: ``meta`` if the embedding is away, and a
-    tensor moved there loses its content. Other models answer as before, so this is never undone.
+    tensor moved there loses its content. A model whose tensors are all away answers ``cpu``. Other
+    models answer as before, so this is never undone.
     """
     as_before: Any = PreTrainedModel.device
 
     def device(model: PreTrainedModel) -> torch.device:
-        here = (parameter.device for parameter in model.parameters() if not parameter.is_meta)
+        tensors = chain(model.parameters(), model.buffers())
+        here = (tensor.device for tensor in tensors if not tensor.is_meta)
         found: torch.device = next(here, None) or as_before.fget(model)
-        return found
+        are_away = (type(each) is not nn.Parameter for each in model.parameters())
+        is_away = found == META and any(are_away)
+        return torch.device("cpu") if is_away else found
 
     PreTrainedModel.device = property(device)  # type: ignore[assignment, method-assign]

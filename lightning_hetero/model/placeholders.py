@@ -32,8 +32,9 @@ from torch.nn.functional import dropout
 from typing_extensions import Self
 
 from ..errors import ModelError
+from ..plan import HEAD_LAYERS
 from .carried_tensors import Wanted, returned, wanted_arithmetic
-from .layers import EMBEDDING_LAYER, describe_layer
+from .layers import EMBEDDING_LAYER, LOGITS_LAYER, describe_layer
 
 Kind = TypeVar("Kind")
 # The commonest arguments without tensors: to ask whether a value is a mapping takes long.
@@ -64,6 +65,8 @@ _OF_FORM: dict[str, set[Callable[..., Any]]] = {
     },
     "requires_grad": _getters("requires_grad"),
 }
+_WHOLE = (slice(None), slice(0, None))
+_RESHAPING = (Tensor.view, Tensor.reshape, torch.reshape)
 # An empty tensor on the device answers these.
 _OF_PLACE = {
     *_getters("device", "is_cuda", "is_cpu", "is_xpu", "is_mps", "is_meta", "layout", "is_sparse"),
@@ -134,6 +137,19 @@ class Assumptions:
         """
         self._returned = torch.empty_like(returned, device="meta")
         self._check()
+
+    def settle_by_head(self) -> None:
+        """Refuse all assumptions: losses and logits do not have the form of hidden states.
+
+        Raises:
+            ModelError: If an uncertain shape or dtype was reported to the model.
+        """
+        for what, number, value in self._made:
+            raise ModelError(
+                f"The model read the {what} of the hidden states behind {describe_layer(number)}, "
+                f"which cannot be known here: it was told {value}. To have the hidden states here, "
+                f"{_remedy(max(number, HEAD_LAYERS[0]))}."
+            )
 
     def _check(self) -> None:
         for what, number, value in self._made if self._returned is not None else ():
@@ -291,11 +307,23 @@ def _changes_nothing(
         given = inspect.signature(dropout).bind(states, *others, **kwargs)
         given.apply_defaults()
         return not given.arguments["training"] or given.arguments["p"] == 0
+    if function is Tensor.__getitem__:
+        return _is_whole(others[0])
+    if function in _RESHAPING and not kwargs:
+        form = states.told("shape")
+        made = function(form, *others)
+        return (made.shape, made.dtype) == (form.shape, form.dtype)
     if others or kwargs:
         return False
     if function in _CASTS:
         return states.told("dtype").dtype == _CASTS[function]
     return function is Tensor.contiguous or (function is Tensor.cpu and states.is_cpu)
+
+
+def _is_whole(index: Any) -> bool:
+    """Whether an index takes all entries of a tensor, as that of all logits does."""
+    parts = index if isinstance(index, tuple) else (index,)
+    return all(isinstance(part, slice) and part in _WHOLE for part in parts)
 
 
 def _is_there(states: HiddenStatesAway, others: list[Any], kwargs: Mapping[str, Any]) -> bool:
@@ -359,9 +387,10 @@ def refuse_away(what: str, given: Any) -> None:
     """
     for states in tensors_in(given):
         if isinstance(states, HiddenStatesAway):
+            wanted = f"the hidden states behind {describe_layer(states.number)}"
             raise ModelError(
-                f"{what} wants the hidden states behind {describe_layer(states.number)}, which are "
-                "on a worker. Only their shape, dtype and device are known here. To have them "
+                f"{what} wants {'the logits' if states.number == LOGITS_LAYER else wanted}, which "
+                "are on a worker. Only their shape, dtype and device are known here. To have them "
                 f"here, {_remedy(states.number)}."
             )
 
@@ -369,6 +398,8 @@ def refuse_away(what: str, given: Any) -> None:
 def _remedy(number: int) -> str:
     if number == EMBEDDING_LAYER:
         return "take `embedding: true` out of the plan"
+    if number in HEAD_LAYERS:
+        return "take `head: true` out of the plan"
     return (
         f"give the coordinator layers 0 to {number}, or all layers from {number + 1} on, in the "
         "plan"

@@ -25,12 +25,14 @@ from transformers import (
 )
 
 from ..errors import ModelError
+from ..plan import HEAD_LAYERS
 from .adapters import Adapters, describe_adapters, inject_adapters, without_wrappers
 from .allowed_imports import Allowed
 from .attribute_values import META
 from .captured_outputs import collect_from, collected_in, install_hooks
 from .compiled_layers import without_wrapper_names
 from .custom_layers import BlocksRecipe, build_blocks, describe_blocks
+from .head import HeadLoss, loss_of_transformers
 from .hf_config import (
     check_size,
     experts_kind,
@@ -41,7 +43,14 @@ from .hf_config import (
     read_config,
 )
 from .layer_code import check_code, code_of
-from .layers import EMBEDDING_LAYER, DecoderLayer, EmbeddingOptions, models_around, name_of
+from .layers import (
+    EMBEDDING_LAYER,
+    LOSS_LAYER,
+    DecoderLayer,
+    EmbeddingOptions,
+    models_around,
+    name_of,
+)
 from .partial_layers import absent_in, half_of
 from .stored import FourBit, describe_stored, format_here
 
@@ -64,6 +73,7 @@ class Recipe(msgspec.Struct, frozen=True, tag="model"):
         four_bit: The tensors in 4 bits inside the layers, by path in the model.
         adapters: The adapters inside the layers.
         embedding: The options of the input embedding, if it is among the layers.
+            The loss among the layers is that of the model class.
         absent: The absent children of halves, by the numbers of the halves.
         code: The digest of each function run by the layers; see `layer_code`.
     """
@@ -106,7 +116,12 @@ def write_recipe(
     Raises:
         ModelError: If a worker could not rebuild the layers.
     """
-    found = _owner_of(root, [layer for _, layer in layers])
+    found = _owner_of(root, layers)
+    if found is None and any(number in HEAD_LAYERS for number, _ in layers):
+        raise ModelError(
+            f"{layers[0][1].name} is in no model of a class of transformers, so workers cannot "
+            "build its head. Take `head: true` out of the plan."
+        )
     if found is None and any(absent_in(layer.module) for _, layer in layers):
         raise ModelError(
             f"{layers[0][1].name} is in no model of a class of transformers, so workers cannot "
@@ -146,7 +161,7 @@ def imports_of(root: nn.Module, layers: Sequence[tuple[int, DecoderLayer]]) -> S
     Raises:
         ModelError: If a worker could not rebuild layers of one's own.
     """
-    if _owner_of(root, [layer for _, layer in layers]) is not None:
+    if _owner_of(root, layers) is not None:
         return Recipe.imports
     return write_recipe(root, layers).imports
 
@@ -260,9 +275,10 @@ def _build_parts(
     model_class: type[PreTrainedModel], config: PretrainedConfig, recipe: Recipe
 ) -> nn.ModuleDict:
     model = _build_model(model_class, config, recipe)
-    install_hooks(model, list(recipe.layers.values()))
+    paths = {n: path for n, path in recipe.layers.items() if n != LOSS_LAYER}
+    install_hooks(model, [path for n, path in paths.items() if n not in HEAD_LAYERS])
     try:
-        found = {str(n): model.get_submodule(path) for n, path in recipe.layers.items()}
+        found = {str(n): model.get_submodule(path) for n, path in paths.items()}
     except AttributeError as error:
         raise ModelError(f"{recipe.model_class} has no such layer: {error}.") from error
     for number, absent in recipe.absent.items():
@@ -271,6 +287,8 @@ def _build_parts(
         found[str(number)] = half_of(found[str(number)], absent)
     if recipe.embedding is not None and EMBEDDING_LAYER in recipe.layers:
         recipe.embedding.apply(found[str(EMBEDDING_LAYER)])
+    if LOSS_LAYER in recipe.layers:
+        found[str(LOSS_LAYER)] = HeadLoss(loss_of_transformers(model))
     return nn.ModuleDict(found)
 
 
@@ -289,15 +307,17 @@ def _build_model(
 
 
 def _owner_of(
-    root: nn.Module, layers: Sequence[DecoderLayer]
+    root: nn.Module, layers: Sequence[tuple[int, DecoderLayer]]
 ) -> tuple[str, PreTrainedModel] | None:
     """The name and module of the outermost decoder of Hugging Face with all the layers.
 
     None if the layers, or the models around them down to the decoder, are of other classes.
     """
-    if not all(_is_of_transformers(layer.module) for layer in layers):
+    # The parts of a head have been looked at before.
+    others = (layer.module for number, layer in layers if number not in HEAD_LAYERS)
+    if not all(map(_is_of_transformers, others)):
         return None
-    for model in models_around(root, [layer.name for layer in layers]):
+    for model in models_around(root, [layer.name for _, layer in layers]):
         if getattr(transformers, type(model).__name__, None) is not type(model):
             return None
         if _is_decoder(type(model)):

@@ -31,7 +31,7 @@ from ..protocol.tensor_bytes import DTYPES, TensorSpec, dtype_name
 from ..protocol.values import KeptConstants, Packer, unpack
 from .boundary import Activation, Collected, Gradients, Surroundings
 from .codec import decode_arguments, encode_arguments
-from .optimizer import Group, StageOptimizer
+from .optimizer import Group, StageOptimizer, is_paged
 from .rule import Key
 from .stage import Stage
 
@@ -379,6 +379,6 @@ class Bench:
 
 
 def state_bytes(states: Iterable[Mapping[str, Any]]) -> int:
-    """The bytes of the tensors in optimizer states."""
-    tensors = [value for state in states for value in state.values() if isinstance(value, Tensor)]
-    return sum(tensor.nbytes for tensor in tensors)
+    """The bytes of the tensors in optimizer states, without those paged to main memory."""
+    values = [value for state in states for value in state.values() if not is_paged(value)]
+    return sum(value.nbytes for value in values if isinstance(value, Tensor))

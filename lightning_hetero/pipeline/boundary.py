@@ -22,6 +22,7 @@ from ..devices.copies import Land, already_here
 from ..errors import BatchError
 from ..model.carried_tensors import ENTERED, is_carried, returned
 from ..model.layer_call import LayerCall
+from ..model.layers import LOSS_LAYER
 from ..model.placeholders import tensors_in
 from ..protocol.fields import Numerics
 
@@ -96,6 +97,8 @@ def join_activations(pieces: list[Activation], dim: int = 0) -> Activation:
         BatchError: If a tensor without samples differs from piece to piece.
     """
     first = pieces[0]
+    if len(pieces) == 1 and not first.hidden.ndim:  # a loss
+        return Activation(first.hidden.clone(), first.collected)
     joined = []
     for place, (kind, _) in enumerate(first.collected):
         tensors = [piece.collected[place].tensor for piece in pieces]
@@ -176,6 +179,11 @@ class Surroundings:
     passes: Sequence[str] = ()
     entering: str = ENTERED
     batch: BatchNumbers = BatchNumbers()
+
+    @property
+    def has_loss(self) -> bool:
+        """Whether the calls end with the loss, a scalar of all samples."""
+        return bool(self.calls) and self.calls[-1].layer_index == LOSS_LAYER
 
     @property
     def tensors(self) -> Sequence[Tensor]:

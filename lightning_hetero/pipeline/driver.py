@@ -40,6 +40,7 @@ from torch import Tensor, nn
 
 from ..devices.device import forked_generators
 from ..errors import BatchError
+from ..model.layers import last_decoder_layer
 from ..model.state import Stamp
 from .boundary import Activation, Gradients
 from .handover import Request, Returned, Stages
@@ -554,7 +555,8 @@ class _RunningStep:
         key = Key(index, len(microbatch.visits))
         outs = (request.hidden, *request.surroundings.carried.values())
         microbatch.visits.append(_HandedOver(key, outs))
-        microbatch.draws.note_hand_over(request.surroundings.calls[-1].layer_index)
+        numbers = (call.layer_index for call in request.surroundings.calls)
+        microbatch.draws.note_hand_over(last_decoder_layer(numbers))
         self.driver.stages.send_forward(key, request.hidden, request.surroundings)
 
     def _run_piece(

@@ -21,6 +21,7 @@ from ..devices.thread_device import ThreadDevice
 from ..errors import BatchError, ModelError
 from ..model.carried_tensors import is_carried
 from ..model.layer_call import LayerCall
+from ..model.layers import last_decoder_layer
 from .boundary import (
     Activation,
     Collected,
@@ -356,6 +357,7 @@ class _Cuts:
         for kind, column in zip(kinds, columns, strict=True):
             # Collected outputs are joined along their first dimension, whatever their sizes.
             along = along_samples(pieces, column, dim) if is_carried(kind) else dim
+            along = along if column[0].ndim else None  # a loss
             dims.append(along)
             sizes.append([0 if along is None else tensor.shape[along] for tensor in column])
         return cls(dims, sizes)
@@ -656,7 +658,7 @@ class LoneMicrobatch:
         stages.send_forward(key, request.hidden.detach(), around, is_whole=self.stays)
         found = received(stages, key)
         found.land()
-        self.draws.note_hand_over(around.calls[-1].layer_index)
+        self.draws.note_hand_over(last_decoder_layer(call.layer_index for call in around.calls))
         self.draws.go_on()
         device = request.hidden.device
 

@@ -24,6 +24,7 @@ from torch.optim import Optimizer
 
 from ..errors import ModelError
 from ..model.allowed_imports import Allowed, ImportPath, find_class, path_of
+from ..model.override import stand_in
 from ..optional import bitsandbytes
 
 # Before the name of a class of bitsandbytes.
@@ -31,8 +32,20 @@ _BITSANDBYTES = "bitsandbytes."
 # Between the module and the name of a user's own class.
 _OWN = ":"
 _LIBRARIES = frozenset({"bitsandbytes", "torch"})
+_CLASSES_OF_TORCH = tuple(
+    kind
+    for kind in vars(torch.optim).values()
+    if isinstance(kind, type) and issubclass(kind, Optimizer) and kind is not Optimizer
+)
 NOTHING_ALLOWED = Allowed()
 
+# Tensors in the state of bitsandbytes' optimizers: bytes or float32, for a parameter of any dtype.
+# Their step leaves a parameter unchanged, without an error, if its state has another dtype.
+_PAGED_STATE = frozenset({"state1", "state2"})
+_STATE_OF_BITSANDBYTES = _PAGED_STATE | {"qmap1", "qmap2", "absmax1", "absmax2", "unorm_vec"}
+# bitsandbytes pages a state between a device of the first kind and main memory.
+_PAGING_DEVICES = frozenset({"cuda", "xpu"})
+_MAIN_MEMORY_DEVICES = frozenset({"cpu", "mps"})
 # Optimizers of bitsandbytes keep a code book of so many numbers beside any parameter.
 _MOST_BESIDE = 256
 # Optimizers with preconditioners skip a larger dimension.
@@ -94,10 +107,11 @@ def is_of_a_library(kind: type[Optimizer]) -> bool:
 
 
 def most_in_state(parameter: Tensor) -> int:
-    """The most numbers that a tensor in an optimizer's state of a parameter may have: the
-    parameter's number, a code book's, or the square of a dimension, for preconditioners."""
+    """The most numbers that a tensor in an optimizer's state of a parameter may have: two for each
+    number of the parameter, as in AdEMAMix, a code book's, or the square of a dimension, for
+    preconditioners."""
     squares = [size**2 for size in parameter.shape if size <= _LARGEST_PRECONDITIONED]
-    return max(parameter.numel(), _MOST_BESIDE, *squares)
+    return max(2 * parameter.numel(), _MOST_BESIDE, *squares)
 
 
 def own_optimizer_modules() -> set[str]:
@@ -261,6 +275,8 @@ def optimizer_defaults(optimizer: Optimizer) -> dict[str, Any]:
     arguments = dict(vars(optimizer.args)) if hasattr(optimizer, "args") else {}
     if type(optimizer).__name__.endswith("bit"):
         del arguments["optim_bits"]  # implied by the class: its constructor lacks it
+    if hasattr(optimizer, "is_paged"):
+        arguments["is_paged"] = optimizer.is_paged
     return {**optimizer.defaults, **arguments}
 
 
@@ -313,7 +329,8 @@ class Stepped:
                     setattr(alone, name, value)
             alone.param_groups[group].update(options)
             if self.state:
-                alone.state[parameter] = state_beside(parameter, copy.deepcopy(self.state), options)
+                state = copy.deepcopy(self.state)
+                alone.state[parameter] = state_beside(alone, parameter, state, options)
             alone.step()
         found = group_options(alone.param_groups[group])
         options_behind = {key: value for key, value in found.items() if key not in kernels}
@@ -403,6 +420,7 @@ class StageOptimizer:
             raise ModelError(f"The stage has no parameters {sorted(unknown)} to optimize.")
         self._parameters = parameters
         self.optimizer = _make(kind, defaults, groups, parameters)
+        page_by_device(self.optimizer, parameters.values())
         # A parameter outside of the optimizer's groups may still have a state.
         self._group_of = {id(p): g for g in self.optimizer.param_groups for p in g["params"]}
 
@@ -433,7 +451,7 @@ class StageOptimizer:
             raise ModelError(f"The stage has no parameter {name!r} to load optimizer state for.")
         parameter = self._parameters[name]
         group = self._group_of.get(id(parameter), {})
-        self.optimizer.state[parameter] = state_beside(parameter, state, group)
+        self.optimizer.state[parameter] = state_beside(self.optimizer, parameter, state, group)
 
 
 def _make(
@@ -477,31 +495,104 @@ def _find_class(class_name: str, parameters: Mapping[str, nn.Parameter], allowed
     return kind
 
 
+def page_by_device(optimizer: Any, parameters: Iterable[Tensor]) -> Callable[[], object]:
+    """Let a paged optimizer of bitsandbytes page only where a device has a memory of its own.
+
+    In main memory it would only warn, or fail.
+
+    Args:
+        optimizer: Any optimizer.
+        parameters: The parameters that it steps in this process.
+
+    Returns:
+        A function that undoes this.
+
+    Raises:
+        ModelError: If bitsandbytes cannot page the memory of the device.
+    """
+    devices = {parameter.device.type for parameter in parameters}
+    if not is_paged(optimizer) or _PAGING_DEVICES.issuperset(devices):
+        return lambda: None
+    if not _MAIN_MEMORY_DEVICES.issuperset(devices):
+        raise ModelError(
+            f"bitsandbytes cannot page the state of {type(optimizer).__name__} on the device "
+            f"{', '.join(sorted(devices))}. Use an optimizer that is not paged, or leave this "
+            "device out."
+        )
+    return stand_in(optimizer, "is_paged", False)
+
+
+def overridden(optimizer: Any) -> list[Tensor]:
+    """The parameters with settings of their own in bitsandbytes' `GlobalOptimManager`."""
+    manager = getattr(optimizer, "mng", None)
+    if manager is None:
+        return []
+    of_modules = [getattr(module, name) for module, name, _ in manager.module_weight_config_triple]
+    ids = {*manager.pid2config, *map(id, of_modules)}
+    return [
+        parameter
+        for number, group in enumerate(optimizer.param_groups)
+        for position, parameter in enumerate(group["params"])
+        if id(parameter) in ids or (number, position) in manager.index2config
+    ]
+
+
+def is_paged(optimizer_or_state: Any) -> bool:
+    """Whether bitsandbytes pages an optimizer's state, or a tensor of it."""
+    return bool(getattr(optimizer_or_state, "is_paged", False))
+
+
 def state_beside(
-    parameter: Tensor, state: Mapping[str, Any], group: Mapping[str, Any]
+    optimizer: Optimizer, parameter: Tensor, state: Mapping[str, Any], group: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """The state of a parameter, on its device and in its dtype.
+    """The state of a parameter, on its device and in its dtype, and in pages if the optimizer is
+    paged.
 
     A step count stays unchanged, unless the parameter's group is fused or capturable: such a step
     runs on the device, with the count in float32 there.
     """
     counts_on_device = bool(group.get("fused") or group.get("capturable"))
-    return {key: _beside(parameter, key, value, counts_on_device) for key, value in state.items()}
+    paged = _PAGED_STATE if is_paged(optimizer) else frozenset()
+    return {
+        key: _in_pages(optimizer, parameter, in_dtype_of(optimizer, parameter, key, value))
+        if key in paged and isinstance(value, Tensor)
+        else _beside(optimizer, parameter, key, value, counts_on_device)
+        for key, value in state.items()
+    }
 
 
-def _beside(parameter: Tensor, key: str, value: Any, counts_on_device: bool) -> Any:
+def _in_pages(optimizer: Any, parameter: Tensor, value: Tensor) -> Tensor:
+    """A tensor of a state in pages; bitsandbytes' own loading would put it on the device."""
+    if is_paged(value):
+        return value
+    # Only its shape and device count, and this takes no memory.
+    like = torch.empty(1, device=parameter.device).expand(value.shape)
+    page: Tensor = optimizer.get_state_buffer(like, dtype=value.dtype)
+    return page.copy_(value)
+
+
+def _beside(
+    optimizer: Optimizer, parameter: Tensor, key: str, value: Any, counts_on_device: bool
+) -> Any:
     if not isinstance(value, Tensor):
         return value
     if key == "step":
         return value.to(parameter.device, torch.float32) if counts_on_device else value
-    return in_dtype_of(parameter, key, value).to(parameter.device)
+    return in_dtype_of(optimizer, parameter, key, value).to(parameter.device)
 
 
-def in_dtype_of(parameter: Tensor, key: str, value: Any) -> Any:
-    """A state value in the dtype of its parameter, if it is a tensor of its shape."""
+def in_dtype_of(optimizer: Optimizer, parameter: Tensor, key: str, value: Any) -> Any:
+    """A state value in the dtype in which the optimizer has it beside the parameter.
+
+    The optimizers of torch have tensors of the parameter's shape in the parameter's dtype. One of
+    the user's own may keep float32 beside bfloat16, and its state stays as it made it.
+    """
     if not isinstance(value, Tensor) or not value.is_floating_point() or key == "step":
         return value
-    return value.to(parameter.dtype) if value.shape == parameter.shape else value
+    if key in _STATE_OF_BITSANDBYTES:
+        return value.float()
+    follows = isinstance(optimizer, _CLASSES_OF_TORCH) and value.shape == parameter.shape
+    return value.to(parameter.dtype) if follows else value
 
 
 @contextmanager

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise, permutations
 
-from ..plan import COORDINATOR, Plan
+from ..plan import COORDINATOR, HEAD_LAYERS, Plan
 
 COORDINATOR_STAGE = 0
 """The number of the stage of all the coordinator's layers, and the number of its process."""
@@ -78,7 +78,8 @@ class PlacedStage:
 
     Args:
         number: From 1 on, in the order of the layers.
-        layers: Its layers by their numbers; the input embedding is layer -1.
+        layers: Its layers by their numbers; the input embedding is layer -1, and the head
+            `HEAD_LAYERS`.
         processes: The names of its processes; several are replicas, and one of these may be the
             coordinator.
         shares: How many micro-batches of a round each of them runs.
@@ -141,7 +142,11 @@ class Placement:
         stages = tuple(
             PlacedStage(
                 number,
-                (*([-1] if each.embedding else []), *each.layer_indices),
+                (
+                    *([-1] if each.embedding else []),
+                    *each.layer_indices,
+                    *(HEAD_LAYERS if each.head else []),
+                ),
                 tuple(each.workers),
                 tuple(each.present_shares),
                 each.optimizer == "split",

@@ -32,7 +32,7 @@ from ..model.layer_call import CacheUse, LayerCall, put_hidden, tensors_of
 from ..model.layers import EMBEDDING_LAYER, describe_layer, has_own_code
 from ..model.state import Stamp
 from ..model.tensors import may_have_gradient
-from ..plan import Recompute
+from ..plan import HEAD_LAYERS, Recompute
 from .boundary import Activation, BatchNumbers, Collected, Gradients, Surroundings, leaf_of
 from .random_numbers import FIRST_TRIAL, PythonStreams, seed_action, seed_elsewhere
 from .rule import Key
@@ -581,12 +581,13 @@ class Stage:
                 if inside is not None:
                     hidden, call = hidden.to(inside), call.in_dtype(given, inside)
                 layer = self.layers[str(call.layer_index)]
+                is_head = call.layer_index in HEAD_LAYERS
                 caches = self.caches if piece is None else piece
                 args, kwargs = caches.arguments(call, layer, hidden)
                 args, kwargs = put_hidden(hidden, args, kwargs, call.place)
                 arguments, before = GivenArguments(call), Stamp.of(hidden)
                 run: Call = layer
-                if compiled is not None and call.cache is None:
+                if compiled is not None and call.cache is None and not is_head:
                     run = compiled.of(layer)
                 place = self.seed, dropout_step, call.layer_index, *within_step
                 as_called = partial(

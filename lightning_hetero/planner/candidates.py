@@ -10,7 +10,8 @@ A worker may have any number of seats. Seats with the same layers are replicas o
 with its part of the micro-batches; the coordinator may have such a seat beside its other two.
 
 The embedding may be on the worker with the first layer. Then the coordinator still starts each
-micro-batch, with masks, positions and the user's own code, and sends token ids.
+micro-batch, with masks, positions and the user's own code, and sends token ids. In a given plan the
+head may be on the worker with the last layer, which returns losses.
 """
 
 from __future__ import annotations
@@ -34,6 +35,7 @@ from ..plan import (
 )
 from .bounds import least_seconds
 from .costs import (
+    END,
     START,
     BothEnds,
     Cost,
@@ -87,9 +89,9 @@ class Costs:
         self.kinds = {device.name: _kind_of(device) for device in profile.devices}
         self._links = {(link.source, link.target): link for link in profile.links}
         self._holders: dict[tuple[bytes, int, tuple[str, ...]], Holder] = {}
-        self._both_ends: dict[tuple[int, bool], BothEnds] = {}
+        self._both_ends: dict[tuple[int, bool, bool], BothEnds] = {}
         self._hops: dict[tuple[str, str, float], Hop] = {}
-        self._hops_of: dict[tuple[tuple[str, ...], int, bool], Hops] = {}
+        self._hops_of: dict[tuple[tuple[str, ...], int, bool, bool], Hops] = {}
 
     def size(self, micro_batches: int) -> int:
         """Samples in the largest micro-batch, if the window has this many."""
@@ -105,16 +107,17 @@ class Costs:
             self._holders[key] = Holder(device, self.profile.model, size, made, waits, kept)
         return self._holders[key]
 
-    def both_ends(self, size: int, embedding_left: bool) -> BothEnds:
+    def both_ends(self, size: int, embedding_left: bool, head_left: bool = False) -> BothEnds:
         """The coordinator at a micro-batch size.
 
         Args:
             size: Samples in a micro-batch.
             embedding_left: Whether a worker has the embedding.
+            head_left: Whether a worker has the head.
         """
-        key = (size, embedding_left)
+        key = (size, embedding_left, head_left)
         if key not in self._both_ends:
-            ends = ((START if embedding_left else EMBEDDING,), (HEAD,))
+            ends = ends_here(embedding_left, head_left)
             front, behind = (self.holder(COORDINATOR, size, each) for each in ends)
             self._both_ends[key] = BothEnds(front, behind)
         return self._both_ends[key]
@@ -124,9 +127,11 @@ class Costs:
 
         Both ends were measured on the coordinator, with the embedding there. Nearly all of the
         measured forward is the start, and this stays on the coordinator. Backward, optimizer step
-        and memory belong to the embedding. A worker's factor for them is its factor for decoder
-        layers.
+        and memory belong to the embedding. A worker's factor for them, and for the head, is its
+        factor for decoder layers.
         """
+        if end == END:
+            return End(END, Cost(0.0, 0.0, 0.0, 0.0))
         own, model = self.profile.device(COORDINATOR), self.profile.model
         part = EMBEDDING if end == START else end
         cost = cost_at(own, part, model.dtype, False, size)
@@ -135,8 +140,9 @@ class Costs:
             return End(START, Cost(cost.forward_seconds, 0.0, 0.0, 0.0))
         if cost is not None and name != COORDINATOR:
             factor = self._slowdown(name, size)
+            forward = cost.forward_seconds * factor if end == HEAD else 0.0
             backward = cost.backward_seconds * factor
-            cost = cost._replace(forward_seconds=0.0, backward_seconds=backward)
+            cost = cost._replace(forward_seconds=forward, backward_seconds=backward)
             optimizer_seconds *= factor
         return End(end, cost, optimizer_seconds)
 
@@ -155,12 +161,14 @@ class Costs:
         assumed = Link(source, target, speed.latency_seconds, speed.bytes_per_second)
         return self._links.get((source, target), assumed)
 
-    def hops(self, names: Sequence[str], size: int, embedding_left: bool) -> Hops:
+    def hops(
+        self, names: Sequence[str], size: int, embedding_left: bool, head_left: bool = False
+    ) -> Hops:
         """The forward and the backward hop from each stage, the coordinator's stage first, without
         rounding."""
-        key = (tuple(names), size, embedding_left)
+        key = (tuple(names), size, embedding_left, head_left)
         if key not in self._hops_of:
-            self._hops_of[key] = boundary_hops(self, names, size, embedding_left)
+            self._hops_of[key] = boundary_hops(self, names, size, embedding_left, (), head_left)
         return self._hops_of[key]
 
     def hop(self, source: str, target: str, num_bytes: float) -> Hop:
@@ -171,6 +179,11 @@ class Costs:
             medium = link.shared or f"{link.source} to {link.target}"
             self._hops[key] = Hop(medium, num_bytes / link.bytes_per_second, link.latency_seconds)
         return self._hops[key]
+
+
+def ends_here(embedding_left: bool, head_left: bool) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """The ends of the coordinator's first and last seat."""
+    return (START if embedding_left else EMBEDDING,), (END if head_left else HEAD,)
 
 
 def _kind_of(device: DeviceProfile) -> bytes:
@@ -213,6 +226,11 @@ class Seat:
         """Whether it is a worker with the embedding."""
         return EMBEDDING in self.ends and self.name != COORDINATOR
 
+    @property
+    def has_head(self) -> bool:
+        """Whether it is a worker with the head."""
+        return HEAD in self.ends and self.name != COORDINATOR
+
 
 @dataclass(frozen=True)
 class Candidate:
@@ -253,6 +271,11 @@ class Candidate:
     def embedding_left(self) -> bool:
         """Whether a worker has the embedding."""
         return START in self.seats[0].ends
+
+    @property
+    def head_left(self) -> bool:
+        """Whether a worker has the head."""
+        return END in self.seats[-1].ends
 
     @property
     def ranges(self) -> list[Range]:
@@ -297,7 +320,7 @@ class Candidate:
         own, behind = self.seats[0], self.seats[-1]
         loss_seconds = self.holder(behind).end_seconds(HEAD) + sum(behind.layer_seconds)
         loss_seconds += self._own_software
-        head = self.holder(behind).ends[HEAD].cost
+        head = None if self.head_left else self.holder(behind).ends[HEAD].cost
         return Pipeline(
             [self._times(seat) for seat in self.seats[:-1]],
             loss_seconds,
@@ -323,8 +346,8 @@ class Candidate:
             return (), ()
         if self.narrowings:
             left, narrowings = self.embedding_left, self.narrowings
-            return boundary_hops(self.costs, names, self.size, left, narrowings)
-        return self.costs.hops(names, self.size, self.embedding_left)
+            return boundary_hops(self.costs, names, self.size, left, narrowings, self.head_left)
+        return self.costs.hops(names, self.size, self.embedding_left, self.head_left)
 
     def _replicas(self) -> Replicas:
         """The stage and the share of each seat but the last, and the hops between their devices."""
@@ -337,7 +360,8 @@ class Candidate:
         self, numbers: Sequence[int]
     ) -> tuple[dict[tuple[int, int], Hop], dict[tuple[int, int], Hop]]:
         model, last = self.costs.profile.model, numbers[-1]
-        crossing = crossing_bytes(model, last + 1, self.size, self.embedding_left, self.narrowings)
+        left = self.embedding_left, self.narrowings, self.head_left
+        crossing = crossing_bytes(model, last + 1, self.size, *left)
         there: dict[tuple[int, int], Hop] = {}
         back: dict[tuple[int, int], Hop] = {}
         names = [seat.name for seat in self.seats]
@@ -380,6 +404,7 @@ class Candidate:
             self.costs.num_samples,
             self.embedding_left,
             self.narrowings,
+            self.head_left,
         )
         found = 0.0
         for way, count in pipeline.ways.items():
@@ -405,13 +430,17 @@ class Candidate:
 
     def _times(self, seat: Seat) -> StageTimes:
         holder, (forward, backward) = self.holder(seat), seat.layer_seconds
-        before, optimizer = holder.before_layers, holder.optimizer_seconds(*seat.layers)
+        ends, optimizer = (
+            (holder.before_layers, holder.behind_layers),
+            holder.optimizer_seconds(*seat.layers),
+        )
         if seat.part is not None:
             optimizer *= optimizer_part(seat.name, seat.part.optimizer, seat.part.num)
         if seat is self.seats[0]:
             last = self.seats[-1]
             optimizer += self.holder(last).optimizer_seconds(*last.layers)
-        forward, backward = forward + before.forward_seconds, backward + before.backward_seconds
+        forward += sum(each.forward_seconds for each in ends)
+        backward += sum(each.backward_seconds for each in ends)
         software = self._own_software if seat is self.seats[0] else holder.software_seconds / 2
         return StageTimes(forward + software, backward + software, optimizer)
 
@@ -527,6 +556,7 @@ class Candidate:
             seat.option.recompute,
             None if seat.option.dtype == dtype else seat.option.dtype,
             embedding=seat.has_embedding,
+            head=seat.has_head,
         )
         parts = [each.part for each in team if each.part is not None]
         if not parts:
@@ -577,9 +607,11 @@ def boundary_hops(
     size: int,
     embedding_left: bool = False,
     narrowings: Sequence[Narrowing] = (),
+    head_left: bool = False,
 ) -> Hops:
     """The forward and the backward hop from each stage, the coordinator's stage first."""
-    crossing = crossing_bytes(costs.profile.model, len(names), size, embedding_left, narrowings)
+    ends = embedding_left, narrowings, head_left
+    crossing = crossing_bytes(costs.profile.model, len(names), size, *ends)
     there, back = ([each[way] for each in crossing] for way in (0, 1))
     behind, before = [*names[1:], names[0]], [names[-1], *names[:-1]]
     return (

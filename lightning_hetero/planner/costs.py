@@ -30,6 +30,10 @@ KEPT_FREE = 0.05
 START = "start"
 """The coordinator's part before the first layer, without the embedding."""
 
+END = "end"
+"""The coordinator's part after the last layer, without the head: the loss of a worker goes through
+the user's code, in no time."""
+
 _RECOMPUTES: tuple[Recompute, ...] = (False, True, "layers")
 
 Numbers = float | npt.NDArray[np.float64]
@@ -193,7 +197,7 @@ class Option:
             part.parameter_bytes_in.get(dtype, part.parameter_bytes) for part in parts
         )
         self.gradients = _sums(part.gradient_bytes for part in parts)
-        self.optimizer = _sums(part.optimizer_bytes for part in parts)
+        self.optimizer = _sums(device.optimizer_bytes_of(part) for part in parts)
         self._of_kinds = [
             (_sums(kind == other for other in model.layers), cost)
             for kind, cost in plain.items()
@@ -241,9 +245,9 @@ class Holder:
         device: Its profile.
         model: The model.
         size: Samples in a micro-batch.
-        ends: The ends of the model here: `EMBEDDING`, or on the coordinator also `START` in its
-            place, or `HEAD`. They decide the possible layers of a stage here: the first ones, the
-            last ones, or, without ends, any.
+        ends: The ends of the model here: `EMBEDDING` or `HEAD` or both, or on the coordinator
+            `START` and `END` in their places. They decide the possible layers of a stage here: the
+            first ones, the last ones, or, without ends, any.
         loss_waits: Whether a loss waits for its backward while the next batch begins.
         least_kept: At least this many micro-batches wait for their backwards, however few are in
             flight.
@@ -296,6 +300,13 @@ class Holder:
         found = self.ends.get(EMBEDDING) or self.ends.get(START)
         return (found.cost if found else None) or _NO_COST
 
+    @property
+    def behind_layers(self) -> Cost:
+        """The cost of a worker's head; zero without one. On the coordinator the head runs in an
+        action of its own."""
+        found = None if self.is_coordinator else self.ends.get(HEAD)
+        return (found.cost if found else None) or _NO_COST
+
     def end_seconds(self, end: str) -> float:
         """Forward and backward of an end; infinite if it does not fit, 0 if it is elsewhere."""
         return self.ends[end].seconds if end in self.ends else 0.0
@@ -335,7 +346,8 @@ class Holder:
             base=self.device.base_bytes,
             weights=_over(option.weights, first, end) + sum(p.parameter_bytes for p in parts),
             gradients=_over(option.gradients, first, end) + sum(p.gradient_bytes for p in parts),
-            optimizer=_over(option.optimizer, first, end) + sum(p.optimizer_bytes for p in parts),
+            optimizer=_over(option.optimizer, first, end)
+            + sum(self.device.optimizer_bytes_of(part) for part in parts),
             in_flight=in_flight * kept + self._waiting(option, first, end),
             working=working,
             boundaries=self._num_boundaries * self._boundary_bytes,
@@ -359,6 +371,8 @@ class Holder:
         matrix = np.full((num, num), np.inf)
         seconds = self.seconds(option, first, end)
         matrix[rows] = np.where((first < end) & is_fitting, seconds, np.inf)
+        if HEAD in self.ends:
+            matrix[:, :-1] = np.inf
         return matrix
 
     def option_for(self, first: int, end: int, in_flight: int) -> Option:
@@ -393,12 +407,16 @@ class Holder:
     def _kept(self, option: Option, first: Index, end: Index) -> Numbers:
         """The bytes kept for each micro-batch in flight."""
         activation = self._model.activation_bytes_per_sample * self._size
-        kept: Numbers = 0.0 if HEAD in self.ends else self._graph(option, first, end)
+        has_loss = HEAD in self.ends and self.is_coordinator
+        kept: Numbers = 0.0 if has_loss else self._graph(option, first, end)
         if EMBEDDING in self.ends or not self.is_coordinator:
             kept = kept + activation  # the outgoing activation is part of the graph
-        if HEAD in self.ends:
+        if has_loss:
             # Returned activations wait for the coordinator.
             kept = kept + activation + self._model.tied_gradient_bytes
+        if not option.recompute:
+            # A loss comes back from the coordinator for its backward.
+            kept = kept + self.behind_layers.saved_bytes
         runs_again = option.recompute and not self.is_coordinator  # it keeps its embedding's graph
         return kept if runs_again else kept + self.before_layers.saved_bytes
 
@@ -428,17 +446,18 @@ class Holder:
         else:
             # The backward recomputes the graph of all layers of the stage.
             working = option.scratch(first, end) + _over(option.saved, first, end)
-        head = self.ends.get(HEAD)
+        head = self.ends.get(HEAD) if self.is_coordinator else None
         if head is not None:
             # Losses come one after the other, so one graph of the head exists at a time.
             peak_bytes = head.cost.peak_bytes if head.cost else 0.0
             working = np.maximum(working, peak_bytes) + self._graph(option, first, end)
             working = working - self._waiting(option, first, end)
-        return np.maximum(working, self.before_layers.peak_bytes)
+        of_ends = max(self.before_layers.peak_bytes, self.behind_layers.peak_bytes)
+        return np.maximum(working, of_ends)
 
     def _waiting(self, option: Option, first: Index, end: Index) -> Numbers:
         """The bytes of the graph of a loss during other actions here; 0 if it does not wait."""
-        head = self.ends.get(HEAD)
+        head = self.ends.get(HEAD) if self.is_coordinator else None
         if head is None or not self._loss_waits:
             return 0.0
         saved_bytes = head.cost.saved_bytes if head.cost else 0.0
@@ -446,11 +465,11 @@ class Holder:
 
     @property
     def _num_boundaries(self) -> int:
-        """Boundaries with activations one way and gradients the other way; token ids are too small
-        to count."""
-        if START in self.ends:
+        """Boundaries with activations one way and gradients the other way; token ids and losses are
+        too small to count."""
+        if START in self.ends or END in self.ends:
             return 0
-        return 1 if self.ends else 2
+        return 2 - len(self.ends)
 
     @property
     def _boundary_bytes(self) -> int:
@@ -467,7 +486,7 @@ class BothEnds:
 
     Args:
         front: The coordinator with the embedding, or with the start alone.
-        behind: The coordinator with the head.
+        behind: The coordinator with the head, or with the end alone.
     """
 
     def __init__(self, front: Holder, behind: Holder) -> None:
@@ -525,6 +544,8 @@ class BothEnds:
         seconds = seconds + np.where(first < end, self.software_seconds, 0.0)
         matrix = np.full((num, num), np.inf)
         matrix[rows] = np.where((first <= end) & is_fitting, seconds, np.inf)
+        if END in self.behind.ends:
+            matrix[:, :-1] = np.inf
         return matrix
 
     def options_for(self, first: int, end: int, in_flight: int) -> tuple[Option, Option]:
@@ -574,6 +595,7 @@ def crossing_bytes(
     num_samples: int,
     embedding_left: bool,
     narrowings: Sequence[Narrowing],
+    head_left: bool = False,
 ) -> list[tuple[float, float]]:
     """The bytes over each boundary forward and backward, beginning after the coordinator."""
     activation_bytes = model.activation_bytes_per_sample * num_samples
@@ -587,6 +609,8 @@ def crossing_bytes(
     ]
     if embedding_left:
         crossing[0] = model.token_id_bytes_per_sample * num_samples, 0.0
+    if head_left:
+        crossing[-1] = 0.0, 0.0
     return crossing
 
 

@@ -12,8 +12,8 @@ from dataclasses import dataclass, replace
 from ..errors import PlanError
 from ..plan import COORDINATOR, Plan, Recompute, StagePlan
 from ..units import in_bytes, in_layers
-from .candidates import Candidate, Costs, Seat, as_replicas
-from .costs import START, BothEnds, Holder
+from .candidates import Candidate, Costs, Seat, as_replicas, ends_here
+from .costs import BothEnds, Holder
 from .profile import EMBEDDING, ENDS, HEAD, Profile
 from .replicas import shares_of
 
@@ -71,6 +71,24 @@ def candidate_with(plan: Plan, costs: Costs) -> Candidate:
     return with_parts(found, plan.remote_stages) if plan.has_replicas else found
 
 
+def with_head_away(candidate: Candidate) -> Candidate | None:
+    """The candidate with the head on the last worker; None where it cannot be there or does not
+    fit."""
+    model, (*_, last) = candidate.costs.profile.model, candidate.seats
+    if last.num_layers or not candidate.teams or candidate.head_left:
+        return None
+    team = candidate.teams[-1]
+    is_whole = len(candidate.teams) == 1 and candidate.embedding_left
+    is_tied = model.part(HEAD).parameter_bytes == 0
+    is_other = any(s.name == COORDINATOR or s.option.dtype != model.dtype for s in team)
+    if is_other or (is_tied and not is_whole):
+        return None
+    plan = candidate.plan()
+    stages = [*plan.stages[:-1], replace(plan.stages[-1], head=True)]
+    found = candidate_with(replace(plan, stages=stages), candidate.costs)
+    return None if shortages(found) else found
+
+
 def with_parts(candidate: Candidate, stages: Sequence[StagePlan]) -> Candidate:
     """The candidate with the replicas, shares and optimizers of a plan's stages on workers.
 
@@ -80,7 +98,7 @@ def with_parts(candidate: Candidate, stages: Sequence[StagePlan]) -> Candidate:
     own_seconds = sum(
         float(candidate.holder(seat).seconds(seat.option, *seat.layers)) for seat in (first, last)
     )
-    head = candidate.holder(last).ends[HEAD].cost
+    head = None if candidate.head_left else candidate.holder(last).ends[HEAD].cost
     seats = [first]
     for number, (stage, team) in enumerate(zip(stages, candidate.teams, strict=True), start=1):
         if len(team) < 2:
@@ -129,14 +147,11 @@ def _with_ends(plan: Plan, num_layers: int) -> list[tuple[StagePlan, tuple[str, 
     local = [stage for stage in plan.stages if stage.is_local and stage.layer_indices]
     front = next((stage for stage in local if stage.layers[0] == 0), None)
     behind = next((stage for stage in local if stage is not front), None)
-    embedding_left = any(stage.embedding for stage in workers)
+    first, last = ends_here(*(any(getattr(s, e) for s in workers) for e in ("embedding", "head")))
     return [
-        (
-            front or StagePlan([COORDINATOR], (0, 0)),
-            (START if embedding_left else EMBEDDING,),
-        ),
-        *((stage, (EMBEDDING,) if stage.embedding else ()) for stage in workers),
-        (behind or StagePlan([COORDINATOR], (num_layers, num_layers)), (HEAD,)),
+        (front or StagePlan([COORDINATOR], (0, 0)), first),
+        *((stage, (EMBEDDING,) * stage.embedding + (HEAD,) * stage.head) for stage in workers),
+        (behind or StagePlan([COORDINATOR], (num_layers, num_layers)), last),
     ]
 
 

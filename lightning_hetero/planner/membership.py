@@ -268,8 +268,8 @@ def _inserted(plan: Plan, new: StagePlan) -> Iterator[Plan]:
     stages = with_both_ends(plan)
     for place in range(1, len(stages)):
         before, behind = stages[place - 1], stages[place]
-        if behind.embedding:
-            continue  # the embedding stays where it is
+        if behind.embedding or before.head:
+            continue  # the ends of the model stay where they are
         (start, cut), (_, end) = before.layers, behind.layers
         if cut - start > _least_of(before):
             given = [replace(before, layers=(start, cut - 1)), _of(new, cut - 1), behind]
@@ -304,9 +304,15 @@ def _without(plan: Plan, name: str, keeps_own: bool) -> Iterator[Plan]:
         if gives_home and keeps_own:
             continue
         has_embedding = gone.embedding and cut == 0 and not behind.is_local and not behind.dtype
+        has_head = gone.head and cut == end and not before.is_local and not before.dtype
         given = [
-            replace(before, layers=(before.layers[0], cut)),
-            replace(behind, layers=(cut, behind.layers[1]), embedding=has_embedding),
+            replace(before, layers=(before.layers[0], cut), head=has_head),
+            replace(
+                behind,
+                layers=(cut, behind.layers[1]),
+                embedding=has_embedding,
+                head=behind.head and not behind.is_local,
+            ),
         ]
         others = [*stages[: place - 1], *given, *stages[place + 2 :]]
         yield from _without(_with_stages(plan, others, 0), name, keeps_own)

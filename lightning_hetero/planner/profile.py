@@ -42,14 +42,14 @@ BytesPerSecond = Annotated[float, msgspec.Meta(gt=0, le=1e18)]
 
 
 class Part(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
-    """The memory of one layer of a kind, of the embedding, or of the head, on any device.
+    """The memory of one layer of a kind, of the embedding, or of the head.
 
     Args:
         name: The kind of layer, `EMBEDDING` or `HEAD`.
         parameter_bytes: All parameters and buffers as they are stored, also packed to 4 bits.
         trainable_parameters: Number of trainable parameters.
         gradient_bytes: Their gradients.
-        optimizer_bytes: Their optimizer state.
+        optimizer_bytes: Their optimizer state, on a device without bytes of its own for it.
         parameter_bytes_in: ``parameter_bytes`` by the own dtype of a stage, if it changes the size.
         is_experts: Whether it is the half of a layer with the experts of a mixture, without the
             attention.
@@ -149,6 +149,8 @@ class DeviceProfile(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omi
         base_bytes: The memory of the framework before the first layer is loaded.
         timings: All measurements. A kind of layer without a timing cannot run here.
         optimizer_seconds: The optimizer step of one layer of a kind, or of an end, by its name.
+        optimizer_bytes: The optimizer state of one layer of a kind, or of an end, on this device. A
+            paged optimizer keeps it in main memory where a device has a memory of its own.
         software_seconds: The time of the process's own software for one micro-batch on its way
             through processes, besides computing: messages, arguments, turns. None is unmeasured,
             and counts as 0.
@@ -167,6 +169,7 @@ class DeviceProfile(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omi
     base_bytes: Count = 0
     timings: list[Timing] = []
     optimizer_seconds: dict[str, Seconds] = {}
+    optimizer_bytes: dict[str, Count] = {}
     software_seconds: Seconds | None = None
     largest_micro_batch: Count | None = None
     versions: dict[str, str] = {}
@@ -174,6 +177,10 @@ class DeviceProfile(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omi
     confirmed: bool = False
     price_per_hour: Amount | None = None
     watts: Amount | None = None
+
+    def optimizer_bytes_of(self, part: Part) -> int:
+        """The optimizer state of a layer of a kind, or of an end, on this device."""
+        return self.optimizer_bytes.get(part.name, part.optimizer_bytes)
 
 
 class Link(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
@@ -336,10 +343,12 @@ class Profile(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defa
         parts = {part.name for part in self.model.parts}
         keys = [(t.part, t.dtype, t.recompute, t.micro_batch_size) for t in device.timings]
         _refuse_twice(keys, f"timing of {device.name!r}")
-        for part in {*device.optimizer_seconds, *(timing.part for timing in device.timings)}:
+        timed = {*device.optimizer_seconds, *(timing.part for timing in device.timings)}
+        for part in {*device.optimizer_bytes, *timed}:
             if part not in parts:
+                what = "a timing" if part in timed else "the optimizer_bytes"
                 raise ProfileError(
-                    f"{device.name!r} has a timing of {part!r}, which the model does not have; "
+                    f"{device.name!r} has {what} of {part!r}, which the model does not have; "
                     f"its parts are {sorted(parts)}."
                 )
         for part, dtype, recompute, size in keys:
@@ -363,8 +372,8 @@ class Profile(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defa
 def _with_sizes_in_bytes(content: Any, key: str = "") -> Any:
     """The content with texts such as ``16 GiB`` as numbers, in all fields for bytes."""
     if isinstance(content, Mapping):
-        # The keys of this mapping are dtypes.
-        inherited = key if key == "parameter_bytes_in" else ""
+        # The keys of this mapping are dtypes or parts.
+        inherited = key if key in ("parameter_bytes_in", "optimizer_bytes") else ""
         return {
             name: _with_sizes_in_bytes(value, inherited or str(name))
             for name, value in content.items()

@@ -27,7 +27,7 @@ from . import experts
 from .bounds import least_bottleneck
 from .candidates import Candidate, Seat
 from .costs import Option
-from .feasibility import shortages
+from .feasibility import shortages, with_head_away
 from .profile import HEAD, DeviceProfile
 from .remedies import AtOnce, at_once, fastest_with_script
 from .replicas import Team, exchange_seconds
@@ -68,7 +68,7 @@ class Advice:
         text: The advice as a sentence.
     """
 
-    kind: Literal["does not fit", "leave out", "left out", "slow link"]
+    kind: Literal["does not fit", "leave out", "left out", "slow head", "slow link"]
     worker: str
     text: str
 
@@ -389,7 +389,25 @@ def advise(candidate: Candidate, search: Search) -> list[Advice]:
         *_better_without(candidate, search),
         *_left_out(candidate, search),
         *_slow_links(candidate),
+        *_slow_head(candidate),
     ]
+
+
+def _slow_head(candidate: Candidate) -> Iterator[Advice]:
+    """Advice on the head, if a step is shorter with the head on the last worker."""
+    away = with_head_away(candidate)
+    if away is None or away.step_seconds > candidate.step_seconds * (1 - LEAST_GAIN):
+        return
+    less = in_percent(1 - away.step_seconds / candidate.step_seconds)
+    costs, size = candidate.costs, candidate.size
+    fastest = min(candidate.workers, key=lambda name: costs.holder(name, size).least_layer_seconds)
+    yield Advice(
+        "slow head",
+        COORDINATOR,
+        f"the coordinator's head is the bottleneck: start the script on `{fastest}`, or write "
+        f"`head: true` into the last stage, with which a step takes {less} less; training must "
+        "not look at logits then.",
+    )
 
 
 def _better_without(candidate: Candidate, search: Search) -> Iterator[Advice]:

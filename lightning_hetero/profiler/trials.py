@@ -378,6 +378,7 @@ class DeviceResult:
             base_bytes=described.base_bytes,
             timings=self.timings,
             optimizer_seconds={k: found.step_seconds for k, found in self.optimizers.items()},
+            optimizer_bytes={k: found.state_bytes for k, found in self.optimizers.items()},
             software_seconds=self.software_seconds,
             largest_micro_batch=self.largest_micro_batch,
             versions=described.versions,

@@ -46,6 +46,7 @@ from .diagram_parts import (
 from .svg import Point
 from .topology import (
     EMBEDDING,
+    HEAD,
     DrawnHop,
     DrawnLink,
     DrawnPlace,
@@ -141,6 +142,7 @@ class _Lanes:
         found = [{0: self._of_coordinator(before)}]
         for number in range(1, topology.num_stages + 1):
             also = f", {EMBEDDING}" if number == 1 and EMBEDDING not in before else ""
+            also += f", {HEAD}" if number == topology.num_stages and HEAD not in behind else ""
             held = topology.ranges_of_stage(number)
             found.append({place: _of_stage(each, also) for place, each in held.items()})
         return [*found, {0: self._of_coordinator(behind)}]

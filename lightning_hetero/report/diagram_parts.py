@@ -10,6 +10,7 @@ from . import svg
 from .svg import Point
 from .topology import (
     EMBEDDING,
+    HEAD,
     MEMORY_PARTS,
     DrawnLink,
     DrawnPlace,
@@ -110,8 +111,8 @@ def card(place: DrawnPlace, num_layers: int, machine: int, grid: CardGrid) -> st
 
 
 def _mark_rows(place: DrawnPlace) -> list[list[str]]:
-    """The marks in the card, in rows. The embedding's mark is at the stage of the token ids."""
-    marks = [mark for mark in place.marks if mark != EMBEDDING]
+    """The marks in the card, in rows. The marks of the model's ends are at their stages."""
+    marks = [mark for mark in place.marks if mark not in (EMBEDDING, HEAD)]
     return svg.in_rows(marks, _pill_width, _PILL_GAP, INNER_WIDTH)
 
 

@@ -33,6 +33,9 @@ MEMORY_PARTS = ("weights", "training", "in flight", "other")
 EMBEDDING = "embedding"
 """The mark of a place that holds the input embedding, and the name of the coordinator's part."""
 
+HEAD = "head"
+"""The mark of a place that holds the head, and the name of the coordinator's part."""
+
 THIS_MACHINE = "this machine"
 
 
@@ -65,9 +68,9 @@ class DrawnPlace:
         device: The name of the computing device.
         ranges: Its layers; empty for a worker without layers at present.
         memory: The memory of the device.
-        marks: Special properties: ``embedding`` (the place holds it), ``4-bit``, ``frozen``,
-            ``recomputed``, ``recomputed by layers``, ``float16``; with the stages if it is not true
-            of all stages.
+        marks: Special properties: ``embedding`` and ``head`` (the place holds it), ``4-bit``,
+            ``frozen``, ``recomputed``, ``recomputed by layers``, ``float16``; with the stages if it
+            is not true of all stages.
         identity: Equal for all processes on one machine; empty if it is unknown.
     """
 
@@ -210,7 +213,8 @@ class Topology:
         alone = [each.layers for each in self.coordinator.ranges if each.stage == COORDINATOR_STAGE]
         first = [layers_as_text(layers) for layers in alone if layers[0] == 0]
         last = [layers_as_text(layers) for layers in alone if layers[0] > 0]
-        return [*ends, *first], [*last, "head", "loss"]
+        has_head = not any(HEAD in place.marks for place in self.workers)
+        return [*ends, *first], [*last, *[HEAD] * has_head, "loss"]
 
     @property
     def machines(self) -> list[str]:
@@ -403,7 +407,7 @@ def _place(name: str, number: int, ranges: Ranges, plan: Plan) -> DrawnPlace:
 
 
 def _marks_of_stage(stage: StagePlan) -> list[str]:
-    marks = [EMBEDDING] if stage.embedding else []
+    marks = [EMBEDDING] * stage.embedding + [HEAD] * stage.head
     by_layers = " by layers" if stage.recompute == "layers" else ""
     marks += [f"recomputed{by_layers}"] if stage.recompute else []
     return marks + ([stage.dtype] if stage.dtype else [])
@@ -414,7 +418,7 @@ def marks_of(ranges: Ranges, marks: Sequence[Sequence[str]]) -> tuple[str, ...]:
     found = []
     for mark in dict.fromkeys(each for some in marks for each in some):
         having = [held for held, some in zip(ranges, marks, strict=True) if mark in some]
-        is_of_all = len(having) == len(ranges) or mark == EMBEDDING
+        is_of_all = len(having) == len(ranges) or mark in (EMBEDDING, HEAD)
         layers = layers_as_text(*(held.layers for held in having))
         found.append(mark if is_of_all else f"{mark}: {layers}")
     return tuple(found)

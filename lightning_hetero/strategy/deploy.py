@@ -310,8 +310,9 @@ class Site:
         for number, stage in enumerate(plan.remote_stages, start=1):
             first, end = stage.layers
             also = "the input embedding and " if stage.embedding else ""
+            head = " and the head" if stage.head else ""
             who = _holders_as_text(stage)
-            rank_zero_info(f"stage {number}: {also}layers {first} to {end - 1} on {who}")
+            rank_zero_info(f"stage {number}: {also}layers {first} to {end - 1}{head} on {who}")
             if stage.dtype == "float16" and scaler is None:
                 rank_zero_info(
                     f"stage {number} computes in float16 without loss scaling, so that gradients "

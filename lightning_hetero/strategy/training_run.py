@@ -446,4 +446,4 @@ def settle(optimizer: Optimizer) -> None:
         for parameter in group["params"]:
             if parameter in optimizer.state:
                 state = optimizer.state[parameter]
-                optimizer.state[parameter] = state_beside(parameter, state, group)
+                optimizer.state[parameter] = state_beside(optimizer, parameter, state, group)

@@ -246,7 +246,9 @@ class Rehearsal:
         micro-batches too: its own results are the reference.
         """
         stages = [_unrounded(_on_workers(stage)) for stage in self.plan.stages]
-        return replace(self.plan, stages=stages, micro_batches=min(rows, self.plan.micro_batches))
+        # The loss of a worker is that of all samples.
+        pieces = 1 if stages[-1].head else min(rows, self.plan.micro_batches)
+        return replace(self.plan, stages=stages, micro_batches=pieces)
 
     def _step_away(self, observer: Observer, plan: Plan) -> Observed:
         names = plan.workers
@@ -296,11 +298,16 @@ class Rehearsal:
         if first in expected.before and not stages[0].embedding:
             before = found.before.get(first, torch.empty(0))
             gradient = relative_error(before, expected.before[first])
+        loss = relative_error(found.loss, expected.loss)
+        # A worker with the head returns the loss alone.
+        activation = loss
+        if end - 1 in found.activations:
+            activation = relative_error(found.activations[end - 1], expected.activations[end - 1])
         return Comparison(
             who=who,
             layers=(first, end),
-            loss=relative_error(found.loss, expected.loss),
-            activation=relative_error(found.activations[end - 1], expected.activations[end - 1]),
+            loss=loss,
+            activation=activation,
             gradient=gradient,
             parameters=_worst(found, expected, [n for s in stages for n, _ in self._held(s)]),
             tolerance=rounding.of_numbers(len(self.layers)),

@@ -4,24 +4,57 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
+from typing import Protocol
 from weakref import WeakSet
 
 from ..devices.copies import Copies
 from ..errors import LocalProtocolError, ModelError, RemoteProtocolError, WorkerUnreachable
-from ..pipeline.journal import FrameStore, RepeatedMessages, SentLog
 from ..pipeline.rule import Key
 from ..protocol import messages as m
-from ..protocol.frames import Content
+from ..protocol.frames import Content, Encode
 from ..transport.channel import Channel, send_copied
 from ..transport.connection import Traffic
 
 # A step, a stage and a key: one forward in one stage.
 Place = tuple[int, int, Key]
 
-# Report larger changes in the size of the kept messages to the coordinator.
-_TOLD_BYTES = 2**24
+
+class SentMessage(Protocol):
+    """A kept message.
+
+    Attributes:
+        message: The message.
+    """
+
+    @property
+    def message(self) -> m.Message: ...
+
+    def read(self) -> bytes:
+        """The bytes of its frame."""
+
+
+class SentMessages(Protocol):
+    """Keeps the messages to other workers, for the replacement of a lost one."""
+
+    def keep(self, member: int, message: m.Message, encode: Encode, is_ready: bool) -> Encode:
+        """Keep a message to the worker of a number; returns the encoder of its frame."""
+
+    def sent_to(self, member: int) -> Sequence[SentMessage]:
+        """The kept messages for the worker of a number, in their order."""
+
+    def takes(self, member: int, message: m.Message) -> bool:
+        """Whether a message of the worker of a number is new; notes it then."""
+
+    def begin_repetition(self, member: int) -> None:
+        """Another process takes the place of a worker, and begins to repeat its messages."""
+
+    def begin_step(self, step: float) -> None:
+        """Forget the counts of earlier steps."""
+
+    def report_size(self) -> None:
+        """Report the size of the kept messages to the coordinator, if it has changed much."""
 
 
 class SessionNeighbors:
@@ -50,33 +83,16 @@ class SessionNeighbors:
         # By step, stage and key: the way of a forward, and the channel of its activation.
         self._ways: dict[Place, m.Arguments] = {}
         self._came_by: dict[Place, Channel] = {}
-        # The messages to and from other workers, if a lost worker is to be replaced.
-        self._log: SentLog | None = None
-        self._told_bytes = 0
-        self._repeats: dict[int, RepeatedMessages] = {}
+        # Of messages to and from other workers, if a lost worker is to be replaced.
+        self._sent: SentMessages | None = None
         # The channels to replaced workers.
         self._former: WeakSet[Channel] = WeakSet()
 
-    def keep_sent(self, most_bytes: int) -> None:
-        """Keep messages to other workers from now on, with at most so many bytes in memory."""
-        if self._log is None:
-            self._log = SentLog(FrameStore(most_bytes))
-        self._log.forget(math.inf, math.inf)  # layers have moved
+    def keep_sent_by(self, sent: SentMessages) -> None:
+        """Let ``sent`` keep the messages to other workers from now on."""
+        self._sent = sent
         for channel, number in self.numbers.items():
             self._keep_over(channel, number)
-
-    def forget_sent(self, step: int, exchange: int) -> None:
-        """Drop the kept messages of the steps, and of the exchanges, up to these numbers."""
-        if self._log is not None:
-            self._log.forget(step, exchange)
-            self._tell_kept()
-
-    def _tell_kept(self) -> None:
-        """Report the size of the kept messages to the coordinator, if it has changed much."""
-        num_bytes = 0 if self._log is None else self._log.store.num_bytes
-        if abs(num_bytes - self._told_bytes) > _TOLD_BYTES:
-            self._told_bytes = num_bytes
-            self._tell(m.SentKept(num_bytes))
 
     def is_former(self, channel: Channel) -> bool:
         """Whether the channel belongs to a replaced worker. Ignore its frames: the successor sends
@@ -85,19 +101,17 @@ class SessionNeighbors:
         return channel in self._former
 
     def _keep_over(self, channel: Channel, number: int) -> None:
-        if self._log is not None and channel is not self._coordinator:
-            channel.keep_by(partial(self._log.keep, number))
+        if self._sent is not None and channel is not self._coordinator:
+            channel.keep_by(partial(self._sent.keep, number))
 
     def is_new(self, message: m.Activation | m.Gradient, channel: Channel) -> bool:
         """Whether a message is new: after a loss, the successor repeats earlier messages."""
-        if self._log is None:
+        if self._sent is None:
             return True
         number = self.numbers.get(channel)
         if number is None:
             return False  # the sender has been replaced by another worker
-        if number == 0:
-            return True
-        return self._repeats.setdefault(number, RepeatedMessages()).takes(message)
+        return number == 0 or self._sent.takes(number, message)
 
     def replace(self, message: m.ReplaceNeighbor, start: Callable[[Channel], None]) -> None:
         """Talk to the successor of a lost worker, and send it the kept messages.
@@ -127,8 +141,10 @@ class SessionNeighbors:
         if latest is not None:
             by = self._came_by.items()
             self._came_by = {p: latest if c in former else c for p, c in by}
-        self._repeats.setdefault(number, RepeatedMessages()).begin()
-        for entry in () if self._log is None else self._log.sent_to(number):
+        if self._sent is None:
+            return
+        self._sent.begin_repetition(number)
+        for entry in self._sent.sent_to(number):
             goes_up = isinstance(entry.message, m.Gradient)
             target = latest if goes_up else self._downstream.get(number)
             if target is not None:
@@ -149,8 +165,8 @@ class SessionNeighbors:
         """Forget the ways of earlier steps."""
         self._ways = {place: way for place, way in self._ways.items() if place[0] >= step}
         self._came_by = {place: by for place, by in self._came_by.items() if place[0] >= step}
-        for repeats in self._repeats.values():
-            repeats.begin_step(step)
+        if self._sent is not None:
+            self._sent.begin_step(step)
 
     def connect(
         self, numbers: Iterable[int], start: Callable[[Channel], None]
@@ -194,9 +210,9 @@ class SessionNeighbors:
         self._keep_over(channel, number)
 
     def _tell_break(self, number: int, reason: str) -> None:
-        self._tell(m.NeighborAway(number, reason) if reason else m.NeighborBack(number))
+        self.report(m.NeighborAway(number, reason) if reason else m.NeighborBack(number))
 
-    def _tell(self, message: m.Message) -> None:
+    def report(self, message: m.Message) -> None:
         """Report a connection to the coordinator; called by the reading thread of its channel."""
         # Before there is a stage, or after the run, the report is not needed.
         with contextlib.suppress(LocalProtocolError):
@@ -335,7 +351,8 @@ class SessionNeighbors:
         except LocalProtocolError:
             if not channel.has_ended:
                 raise
-        self._tell_kept()
+        if self._sent is not None:
+            self._sent.report_size()
 
     @property
     def numbers(self) -> dict[Channel, int]:
@@ -359,8 +376,6 @@ class SessionNeighbors:
         for channel in {*self._upstream, *self._downstream.values()} - {self._coordinator}:
             channel.close(m.Goodbye())
         self._coordinator.close(last_word)
-        if self._log is not None:
-            self._log.store.close()
 
 
 def _place_of(message: m.Arguments | m.Activation | m.Gradient) -> Place:

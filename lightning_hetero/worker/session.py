@@ -45,7 +45,13 @@ from ..errors import (
     ModelError,
     WorkerUnreachable,
 )
-from ..model.layers import EMBEDDING_LAYER, check_token_ids, describe_layers
+from ..model.layers import (
+    EMBEDDING_LAYER,
+    check_token_ids,
+    describe_layers,
+    is_end,
+    last_decoder_layer,
+)
 from ..model.stored import multiply_in
 from ..pipeline.boundary import Activation, Gradients
 from ..pipeline.codec import (
@@ -185,8 +191,6 @@ class StageSession:
             **self._optimizers.handlers,
             **self._layers.handlers,
             **self._replicas.handlers,
-            m.KeepSent: self._on_keep_sent,
-            m.ForgetSent: self._on_forget_sent,
             m.ReplaceNeighbor: self._on_replace_neighbor,
             m.Replay: self._on_replay,
             m.Wait: self._on_wait,
@@ -555,13 +559,6 @@ class StageSession:
         self._connect(self._neighbors.peers)
         self._coordinator.send(m.Done(request=message.request))
 
-    def _on_keep_sent(self, message: m.KeepSent, _tensors: tuple[Tensor, ...]) -> None:
-        self._neighbors.keep_sent(message.most_bytes)
-        self._replicas.expect_repeats()
-
-    def _on_forget_sent(self, message: m.ForgetSent, _tensors: tuple[Tensor, ...]) -> None:
-        self._neighbors.forget_sent(message.behind, message.round)
-
     def _on_replace_neighbor(
         self, message: m.ReplaceNeighbor, _tensors: tuple[Tensor, ...]
     ) -> None:
@@ -687,7 +684,7 @@ class StageSession:
 
 
 def _range_of(stage: Stage) -> m.StageRange:
-    numbers = [int(number) for number in stage.layers if int(number) != EMBEDDING_LAYER]
+    numbers = [int(number) for number in stage.layers if not is_end(int(number))]
     return m.StageRange(stage.stage_index, min(numbers, default=0), max(numbers, default=-1) + 1)
 
 
@@ -696,5 +693,5 @@ def _described(stages: Sequence[Stage], layers: Mapping[int, nn.Module]) -> str:
     if not stages:
         return "no stage"
     numbers = " and ".join(str(stage.stage_index) for stage in stages)
-    kind = type(layers[max(layers)]).__name__
+    kind = type(layers[last_decoder_layer(layers)]).__name__
     return f"stage {numbers}, {describe_layers(layers)} ({kind})"

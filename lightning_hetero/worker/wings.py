@@ -31,6 +31,10 @@ def session_parts(site: SessionSite) -> list[SessionPart]:
 
         parts = site.layers, site.optimizers, site.replicas
         found.append(SessionSnapshots(site.coordinator, *parts))
+    if _has("sent_messages"):
+        from .sent_messages import SessionSentMessages
+
+        found.append(SessionSentMessages(site.neighbors, site.replicas))
     if _has("takeover"):
         from .takeover import SessionTakeover
 

@@ -17,7 +17,7 @@ from lightning_hetero.coordinator.answer_checks import (
 )
 from lightning_hetero.errors import RemoteProtocolError
 from lightning_hetero.model.layer_call import LayerCall
-from lightning_hetero.model.layers import EMBEDDING_LAYER
+from lightning_hetero.model.layers import EMBEDDING_LAYER, LOSS_LAYER
 from lightning_hetero.pipeline.boundary import Activation, Surroundings
 from lightning_hetero.pipeline.rule import Key
 
@@ -62,6 +62,14 @@ class Counting(nn.Module):
         return torch.cat([hidden, hidden], -1)
 
 
+class Mean(nn.Module):
+    """The loss of a worker with the head."""
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return hidden.mean()
+
+
+LOSSES = {0: nn.Identity(), LOSS_LAYER: Mean()}
 WIDE = {0: Widening(4, 6), 1: Widening(6, 8)}
 EMBEDDED = {EMBEDDING_LAYER: nn.Embedding(9, 4), 0: nn.Identity()}
 HIDDEN = torch.zeros(3, 5, 4)
@@ -72,6 +80,8 @@ RIGHT: dict[str, tuple[dict[int, nn.Module], Tensor, Tensor]] = {
     "as many positions as numbers say": ({0: Choosing()}, HIDDEN, HIDDEN[:, :2]),
     "from token ids": (EMBEDDED, IDS, HIDDEN),
     "from token ids, wider": ({**EMBEDDED, 0: Widening(4, 6)}, IDS, torch.zeros(3, 5, 6)),
+    "a loss": (LOSSES, HIDDEN, torch.zeros(())),
+    "a loss of layers that cannot be tried": ({**LOSSES, 0: Choosing()}, HIDDEN, torch.zeros(())),
     "in float32 again": ({0: nn.Identity()}, HIDDEN.bfloat16(), HIDDEN),
 }
 WRONG: dict[str, tuple[dict[int, nn.Module], Tensor, Tensor]] = {
@@ -79,6 +89,9 @@ WRONG: dict[str, tuple[dict[int, nn.Module], Tensor, Tensor]] = {
     "too few samples": ({0: Choosing()}, HIDDEN, HIDDEN[:2, :2]),
     "too few positions": ({0: nn.Identity()}, HIDDEN, HIDDEN[:, :2]),
     "token ids": (EMBEDDED, IDS, IDS),
+    "hidden states for a loss": (LOSSES, HIDDEN, HIDDEN),
+    "losses of samples": (LOSSES, HIDDEN, torch.zeros(3)),
+    "losses of layers that cannot be tried": ({**LOSSES, 0: Choosing()}, HIDDEN, torch.zeros(3)),
     "in float64": ({0: nn.Identity()}, HIDDEN, HIDDEN.double()),
     "in float16": ({0: nn.Identity()}, HIDDEN, HIDDEN.half()),
 }

@@ -25,7 +25,7 @@ from lightning_hetero.pipeline.journal import FrameStore, _FrameFile
 from lightning_hetero.pipeline.rule import Action
 from lightning_hetero.protocol import messages as m
 from lightning_hetero.transport.channel import Encode, of_action
-from lightning_hetero.worker import neighbors
+from lightning_hetero.worker import sent_messages
 from lightning_hetero.worker.layers import SessionLayers
 from lightning_hetero.worker.session import StageSession
 
@@ -332,7 +332,7 @@ def test_what_workers_keep_brings_a_snapshot_earlier(
             taken.append(kept_bytes)
 
     taken: list[int] = []
-    monkeypatch.setattr(neighbors, "_TOLD_BYTES", 2**12)
+    monkeypatch.setattr(sent_messages, "_REPORTED_BYTES", 2**12)
     monkeypatch.setattr(Replacements, "_on_sent_kept", noting)
     monkeypatch.setattr(Replacements, "before_step", taking)
     # More than the coordinator keeps in the whole run, and less than the workers do.
@@ -374,7 +374,7 @@ def test_what_is_kept_is_dropped_if_no_snapshot_can_be_written(
     failed: Future[None] = Future()
     failed.set_exception(OSError(errno.ENOSPC, "no space"))
     monkeypatch.setattr(SnapshotFiles, "add", lambda *_: failed)
-    monkeypatch.setattr(neighbors, "_TOLD_BYTES", 2**10)
+    monkeypatch.setattr(sent_messages, "_REPORTED_BYTES", 2**10)
     before_step, kept_bytes = Replacements.before_step, list[int]()
 
     def looking(self: Replacements, with_gradients: bool) -> None:

@@ -33,7 +33,8 @@ class FakeParts:
         self.said: list[Any] = []
 
     def build(self, number: int, name: str, defaults: Any, groups: list[Group]) -> None:
-        assert (number, name) == (7, "AdamW")
+        assert number == 7
+        self.class_name, self.defaults = name, defaults
         self.built = groups
 
     def progress(self, what: str, num_bytes: int) -> ProgressInLines:
@@ -88,6 +89,7 @@ def filled(value: float) -> dict[str, Any]:
 
 def test_stages_get_the_groups_by_name_and_with_their_options() -> None:
     _, _, parts, _ = made()
+    assert parts.class_name == "AdamW"
     assert [group.parameters for group in parts.built] == [["3.a"], ["4.b"]]
     assert [group.options["weight_decay"] for group in parts.built] == [0.1, 0.0]
     assert "params" not in parts.built[0].options
@@ -273,3 +275,45 @@ def test_rounded_weights_do_not_begin_to_train() -> None:
     frozen.requires_grad_(True)
     followed.follow()
     assert told.changes == [(["2.frozen"], wanted) for wanted in (False, True, True)]
+
+
+@pytest.mark.follows("Take them back, and use a class with 32 bits")
+def test_settings_of_single_parameters_in_bitsandbytes_are_refused_for_workers(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    library = pytest.importorskip("bitsandbytes").optim
+    manager = library.GlobalOptimManager.get_instance()
+    here = nn.Parameter(torch.ones(2))
+    away = nn.Parameter(torch.empty(2, device="meta"))
+
+    def make(kind: str) -> None:
+        optimizer, names = getattr(library, kind)([here, away]), {away: "3.a"}
+        RemoteOptimizer(optimizer, 7, FakeParts(), names)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(manager, "pid2config", {id(here): {"optim_bits": 32}})
+    make("AdamW8bit")
+    monkeypatch.setattr(manager, "pid2config", {id(away): {"optim_bits": 32}})
+    with pytest.raises(ModelError, match=r"3\.a of the layers has settings of its own"):
+        make("AdamW8bit")
+    monkeypatch.setattr(manager, "pid2config", {})
+    make("AdamW32bit")
+
+
+@pytest.mark.parametrize("kind", ["PagedAdamW", "AdEMAMix"])
+def test_paging_is_off_here_in_main_memory_and_on_for_workers(kind: str) -> None:
+    """A processor here may have workers with GPUs."""
+    library = pytest.importorskip("bitsandbytes").optim
+    here = nn.Parameter(torch.ones(400, 300))
+    away = nn.Parameter(torch.empty(2, device="meta"))
+    options = {} if kind.startswith("Paged") else {"is_paged": True}
+    optimizer = getattr(library, kind)([here, away], **options)
+    remote = RemoteOptimizer(optimizer, 7, FakeParts(), {away: "3.a"})  # type: ignore[arg-type]
+    assert not optimizer.is_paged
+    here.grad = torch.ones_like(here)
+    with torch.compiler.set_stance("force_eager"):
+        optimizer.step()
+    remote.detach()
+    assert optimizer.is_paged
+    again = FakeParts()
+    RemoteOptimizer(optimizer, 7, again, {away: "3.a"})  # type: ignore[arg-type]
+    assert again.defaults["is_paged"] is True

@@ -14,10 +14,11 @@ import torch
 import yaml
 from bitsandbytes.nn import Linear4bit
 from huggingface_hub.errors import LocalTokenNotFoundError
+from msgspec.structs import replace
 from peft import PeftModel
 from safetensors.torch import load_file
 from torch import Tensor
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig
 
 from examples.fine_tune import adapter, cards
 from examples.fine_tune.__main__ import FineTuneCLI, main
@@ -31,6 +32,8 @@ from examples.fine_tune.offline.instructions import (
 from examples.fine_tune.offline.small_model import SmallModel, make_small_model
 from examples.fine_tune.rows import read_rows
 from lightning_hetero.errors import HeteroError
+from lightning_hetero.model.layers import find_decoder_layers
+from lightning_hetero.planner.profile import Profile
 
 from ..equality import assert_close
 from ..families import FLOOR
@@ -372,6 +375,92 @@ def test_a_layer_is_counted_as_it_is() -> None:
     assert layer.largest_bytes == 2 * 8192 * 2048
     twice = cards.count_layer(config, 512, Lora(rank=8))
     assert twice.kept_bytes == pytest.approx(2 * layer.kept_bytes, rel=1e-3)
+
+
+def test_a_layer_keeps_the_counted_bytes_in_four_bits(tmp_path: Path) -> None:
+    """Of a real layer, in the precision that the table assumes."""
+    sizes = {"hidden_size": 128, "intermediate_size": 384, "vocab_size": 64}
+    config = LlamaConfig(**sizes, num_hidden_layers=1, num_attention_heads=4, num_key_value_heads=2)
+    lora, num_tokens = Lora(rank=4), 64
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
+    model: Any = Base(str(tmp_path), dtype=torch.bfloat16, lora=lora).load_here(CPU)
+    model = model.to(torch.bfloat16)
+    (layer,) = [found.module for found in find_decoder_layers(model)]
+    assert isinstance(layer.mlp.up_proj.base_layer, Linear4bit)
+    kept = cards.Kept(layer)
+    hidden = torch.randn(1, num_tokens, 128, dtype=torch.bfloat16, requires_grad=True)
+    with torch.autograd.graph.saved_tensors_hooks(kept.add, lambda tensor: tensor):
+        model.base_model.model.base_model(inputs_embeds=hidden, use_cache=False)
+    counted = cards.count_layer(config, num_tokens, lora)
+    assert counted.kept_bytes == pytest.approx(kept.num_bytes, rel=0.01)
+    trained = [each for each in layer.parameters() if each.requires_grad]
+    assert {each.dtype for each in trained} == {torch.bfloat16}
+    assert cards.ADAPTER_BYTES * counted.trainable == sum(each.nbytes for each in trained)
+    optimizer = torch.optim.AdamW(trained)
+    for each in trained:
+        each.grad = torch.zeros_like(each)
+    optimizer.step()
+    averages = [
+        state[key] for state in optimizer.state.values() for key in ("exp_avg", "exp_avg_sq")
+    ]
+    assert cards.STATE_BYTES * counted.trainable == sum(each.nbytes for each in averages)
+
+
+def profile_of(cards_wanted: str, model: str = "Qwen3 14B", tokens: int = 1024) -> Profile:
+    return cards.profile_of(cards.MODELS[model], cards_wanted.split("+"), tokens, Lora())
+
+
+def test_a_tool_is_tried_where_those_before_it_are_not_enough(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def without_weights(profile: Profile) -> Profile:
+        parts = [replace(each, parameter_bytes=0) for each in profile.model.parts]
+        return replace(profile, model=replace(profile.model, parts=parts))
+
+    small, large = profile_of("RTX 3060"), profile_of("RTX 3090")
+    assert cards.fits(small) == "no"
+    plain = cards.fits(large)
+    monkeypatch.setattr(cards, "TOOLS", (*cards.TOOLS, cards.Tool("streamed: ", without_weights)))
+    assert cards.fits(small).startswith("streamed: 40")
+    assert cards.fits(large) == plain
+    monkeypatch.setattr(cards, "TOOLS", (*cards.TOOLS[:1],) * 2)
+    assert cards.fits(small) == "no"
+
+
+def test_the_items_are_those_of_the_plan() -> None:
+    profile = profile_of("RTX 3090+RTX 4090", "Llama 3.3 70B", 512)
+    found = dict(cards.items(profile))
+    _, chosen = cards.plan_for(profile)
+    needs = [chosen.need(name) for name in chosen.processes]
+    weights = sum(float(need.weights) for need in needs)
+    trained = sum(float(need.gradients + need.optimizer) for need in needs)
+    counted = ("layers, frozen", "adapters, gradients, optimizer state", "embedding", "head")
+    assert sum(found[each] for each in counted) == pytest.approx(weights + trained)
+    lines = [*cards.explained(profile)]
+    assert [line.split(",")[0] for line in lines] == ["RTX 3090", "RTX 4090"]
+    assert all(
+        f"total {float(n.total) / 2**30:.2f}" in line for n, line in zip(needs, lines, strict=True)
+    )
+    (refused,) = cards.explained(profile_of("RTX 3060", "Llama 3.3 70B"))
+    assert refused.startswith("no: The model does not fit")
+
+
+def test_the_page_on_memory_has_the_printed_items(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    page = (ROOT / "docs" / "memory.md").read_text("utf-8")
+    columns = (
+        ("Llama 3.3 70B", "RTX 3090+RTX 4090", "512"),
+        ("Qwen3 32B", "RTX 3090", "1024"),
+        ("Llama 3.1 8B", "RTX 3090+RTX 3060", "32768"),
+    )
+    found = []
+    for model, wish, tokens in columns:
+        cards.main(["--bytes", "--model", model, "--cards", wish, "--tokens", tokens])
+        lines = capsys.readouterr().out.splitlines()
+        found.append([line.strip().split(": ") for line in lines if line.startswith("  ")])
+    for row in zip(*found, strict=True):
+        assert f"| {row[0][0]} | {' | '.join(size for _, size in row)} |" in page
 
 
 # Offline.

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections import deque
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
+from typing import Any
 
 import lightning.pytorch as pl
 import pytest
@@ -29,7 +32,7 @@ from lightning_hetero.pipeline.handover import (
 from lightning_hetero.pipeline.rule import Key
 from lightning_hetero.pipeline.turns import Finished, HandedOver, Turn, TurnThreads, current_turn
 
-from . import waits_here
+from . import faults, waits_here
 from .process import on_fake_device
 
 DEVICE_BYTES = 2**30
@@ -181,3 +184,44 @@ def test_a_stream_that_uses_a_parameter_does_not_change_it() -> None:
         module.scale.add_(1)
         assert runs.has_changed(module.scale)
     assert module.scale.eq(1).all()
+
+
+@on_fake_device
+def test_copies_are_right_where_the_system_pins_no_more_memory() -> None:
+    """WSL 2 pins little."""
+    copies = device_for(torch.device("fake")).copies()
+    empty = torch.empty
+
+    def refusing(*size: int, pin_memory: bool = False, **options: Any) -> Tensor:
+        if pin_memory:
+            raise torch.OutOfMemoryError("CUDA error: out of memory")
+        return empty(*size, **options)
+
+    pool = copies.receive_pool()
+    with pytest.MonkeyPatch.context() as patch, warned("lightning_hetero.devices") as said:
+        patch.setattr(torch, "empty", refusing)
+        for value in range(3):
+            host = torch.frombuffer(pool.take(4 * 2**16), dtype=torch.float32).fill_(value)
+            come = copies.to_device([host], lambda tensors: Activation(tensors[0]))
+            host.fill_(-1)  # the copy has read it
+            come.land()
+            left = copies.to_host([come.hidden * 2])
+            left.wait()
+            assert left.tensors[0].eq(2 * value).all()
+    copies.close()
+    assert faults() == []
+    assert any("does not pin 0.2 MiB of memory for fake" in line for line in said)
+
+
+@contextmanager
+def warned(name: str) -> Iterator[list[str]]:
+    """Inside, the messages of a logger go into a list."""
+    said: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    logger = logging.getLogger(name)
+    logger.addHandler(handler)
+    try:
+        yield said
+    finally:
+        logger.removeHandler(handler)

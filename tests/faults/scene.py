@@ -84,6 +84,12 @@ def _signal(number: signal.Signals) -> Callable[[Victim], None]:
     return lambda victim: os.kill(victim.worker.session.pid, number)
 
 
+def _kill(victim: Victim) -> None:
+    # The session first: on a busy machine it would outlive its parent by a whole step.
+    os.kill(victim.worker.session.pid, signal.SIGKILL)
+    victim.worker.process.kill()
+
+
 def _nothing(victim: Victim) -> None:
     pass
 
@@ -91,7 +97,7 @@ def _nothing(victim: Victim) -> None:
 # What a killed process has sent may still be on the way, or be reset with the rest.
 _ENDED = r"ended the connection|was cut \("
 FAULTS = {
-    "kill -9": Fault(lambda v: v.worker.process.kill(), _nothing, _ENDED),
+    "kill -9": Fault(_kill, _nothing, _ENDED),
     "RST": Fault(lambda v: v.relay.reset(), _nothing, _ENDED),
     "SIGSTOP": Fault(_signal(signal.SIGSTOP), _signal(signal.SIGCONT), "its process is frozen"),
     "stall": Fault(lambda v: v.relay.stall(), lambda v: v.relay.heal(), "No sign of life"),

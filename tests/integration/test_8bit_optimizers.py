@@ -81,6 +81,47 @@ def test_the_state_is_eight_bits_and_resumes_under_another_split(
         assert resumed.losses == pytest.approx(whole.losses[2:], rel=1e-5)
 
 
+@pytest.mark.parametrize(
+    ("kind", "options", "precision"),
+    [
+        ("AdamW8bit", {}, "bf16-true"),
+        ("PagedAdamW32bit", {}, "bf16-true"),
+        ("PagedAdEMAMix8bit", {"min_8bit_size": 16}, "32-true"),
+        ("Lion", {"is_paged": True}, "32-true"),
+    ],
+)
+def test_a_state_that_came_home_steps_here_and_on_workers(
+    workers: list[str], tmp_path: Path, kind: str, options: dict[str, Any], precision: str
+) -> None:
+    """Of large and of small matrices, in pages or not, as on one device."""
+
+    class Module(TinyModule):
+        def configure_optimizers(self) -> Any:
+            return getattr(bnb.optim, kind)(self.parameters(), lr=1e-3, **options)
+
+    def run(strategy: Any, max_epochs: int, path: str | None = None) -> tuple[list[float], Any]:
+        end = trainer(
+            strategy,
+            max_epochs=max_epochs,
+            precision=precision,
+            enable_checkpointing=True,
+            default_root_dir=tmp_path,
+        )
+        module = Module()
+        end.fit(module, loader(2 * BATCH_SIZE, BATCH_SIZE), ckpt_path=path)
+        return module.losses, end.checkpoint_callback
+
+    close = 1e-5 if precision == "32-true" else 1e-3
+    whole, _ = run("auto", 3)
+    found, checkpoint = run(strategy_of(workers, micro_batches=4), 1)
+    assert found == pytest.approx(whole[:2], rel=close)
+    for again in (strategy_of(workers, (1, 3, 1), 4), "auto"):
+        resumed, _ = run(again, 3, checkpoint.best_model_path)
+        assert resumed == pytest.approx(whole[2:], rel=close)
+    # Without steps the losses would differ by more.
+    assert whole[4] != pytest.approx(whole[2], rel=close)
+
+
 @repeats(
     "test_the_state_is_eight_bits_and_resumes_under_another_split",
     "scenarios/test_scenarios.py::test_a_run_has_the_bits_of_plain_lightning",

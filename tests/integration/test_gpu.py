@@ -6,12 +6,19 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from lightning_hetero import HeteroPipelineStrategy, Plan, StagePlan
 from lightning_hetero.devices.copies import StreamedCopies
 from lightning_hetero.devices.device import device_for
 from lightning_hetero.pipeline.boundary import Activation
+from lightning_hetero.pipeline.optimizer import (
+    Group,
+    StageOptimizer,
+    group_options,
+    is_paged,
+    optimizer_defaults,
+)
 
 from ..conftest import worker_process
 from ..models import TinyModule, loader, trainer
@@ -110,3 +117,30 @@ def test_what_cublas_keeps_is_counted() -> None:
     (square @ square).sum().backward()
     del square
     assert torch.cuda.memory_allocated(GPU) == before
+
+
+@pytest.mark.parametrize("kind", ["PagedAdamW8bit", "PagedAdamW32bit"])
+def test_a_state_is_paged_and_stays_so_when_it_is_loaded(kind: str) -> None:
+    library = pytest.importorskip("bitsandbytes").optim
+    owners = [nn.Parameter(torch.ones(400, 300, device=GPU)) for _ in range(2)]
+
+    def stage(owner: nn.Parameter) -> StageOptimizer:
+        made = getattr(library, kind)([owner], lr=0.1)
+        groups = [Group(["a"], group_options(made.param_groups[0]))]
+        defaults = optimizer_defaults(made)
+        return StageOptimizer(f"bitsandbytes.{kind}", defaults, groups, {"a": owner})
+
+    def step(stage: StageOptimizer, owner: nn.Parameter) -> None:
+        owner.grad = torch.full_like(owner, 0.5)
+        stage.step([group_options(stage.optimizer.param_groups[0])])
+
+    steady, first = map(stage, owners)
+    step(steady, owners[0])
+    step(first, owners[1])
+    loaded = stage(owners[1])
+    came = {k: v.cpu() if isinstance(v, Tensor) else v for k, v in first.state()["a"].items()}
+    loaded.load_state("a", {k: v.clone() if isinstance(v, Tensor) else v for k, v in came.items()})
+    assert all(is_paged(loaded.state()["a"][key]) for key in ("state1", "state2"))
+    step(steady, owners[0])
+    step(loaded, owners[1])
+    torch.testing.assert_close(owners[1], owners[0], rtol=0, atol=0)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -10,15 +11,16 @@ from typing import Any
 import pytest
 import torch
 
-from lightning_hetero import HeteroPipelineStrategy
+from lightning_hetero import HeteroPipelineStrategy, Plan
 from lightning_hetero.errors import ModelError, StageFailed
 
 from .. import own_optimizers as own
 from ..conftest import worker_process
-from ..equality import assert_close
+from ..equality import assert_close, differing
 from ..models import TinyModule, fit, loader, trainer
 from ..pairwise import keeping, repeats
 from ..plans import plan_of
+from .moves import Moves
 
 
 @pytest.fixture(scope="module")
@@ -64,6 +66,23 @@ def test_its_state_is_in_checkpoints(allowing: list[str], tmp_path: Path) -> Non
         Optimized(own.Lion), pipeline(allowing), max_epochs=2, ckpt_path=tmp_path / "half.ckpt"
     )
     assert_close(found.state_dict(), expected.state_dict())
+
+
+def test_a_state_wider_than_its_weights_moves_as_it_is(allowing: list[str], tmp_path: Path) -> None:
+    def run(moves: dict[int, Plan]) -> Optimized:
+        module = Optimized(own.InFloat32)
+        options: dict[str, Any] = {"callbacks": [Moves(moves)], "precision": "bf16-true"}
+        end = trainer(pipeline(allowing), max_epochs=1, **options)
+        end.fit(module, loader(48, 12))
+        end.save_checkpoint(tmp_path / "end.ckpt")
+        return module
+
+    steady = run({})
+    moved = run({2: replace(plan_of(allowing, (0, 2, 1)), micro_batches=3)})
+    assert differing(moved, steady) == []
+    (optimizer,) = torch.load(tmp_path / "end.ckpt", weights_only=True)["optimizer_states"]
+    states = optimizer["state"].values()
+    assert {state["momentum"].dtype for state in states} == {torch.float32}
 
 
 @repeats(

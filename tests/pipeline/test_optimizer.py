@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import math
 from random import Random
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,6 +16,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_hetero.errors import ModelError
+from lightning_hetero.pipeline import optimizer as optimizers
+from lightning_hetero.pipeline.bench import state_bytes
 from lightning_hetero.pipeline.optimizer import (
     Clipping,
     Group,
@@ -24,9 +27,15 @@ from lightning_hetero.pipeline.optimizer import (
     gradient_norms,
     group_options,
     is_of_torch,
+    is_paged,
     optimizer_class_name,
+    optimizer_defaults,
+    overridden,
+    page_by_device,
     total_norm,
 )
+
+from .. import own_optimizers
 
 NAN = float("nan")
 KINDS: list[tuple[str, dict[str, Any]]] = [
@@ -305,3 +314,149 @@ def test_a_gradient_that_is_not_a_number_survives_clipping_by_value() -> None:
     gradient = torch.tensor([NAN, 5.0])
     clip_gradients([gradient], Clipping(value=1.0))
     torch.testing.assert_close(gradient, torch.tensor([NAN, 1.0]), equal_nan=True)
+
+
+LIBRARY_CLASSES = ["AdamW8bit", "AdamW32bit", "AdEMAMix8bit", "PagedAdamW8bit", "PagedAdEMAMix"]
+
+
+def library_stage(kind: str, owner: nn.Parameter, **options: Any) -> StageOptimizer:
+    """A stage's part of an optimizer of bitsandbytes; 8 bits from 16 numbers on."""
+    library = pytest.importorskip("bitsandbytes").optim
+    made = getattr(library, kind)([owner], lr=0.1, min_8bit_size=16, **options)
+    groups = [Group(["a"], group_options(made.param_groups[0]))]
+    return StageOptimizer(f"bitsandbytes.{kind}", optimizer_defaults(made), groups, {"a": owner})
+
+
+def library_step(stage: StageOptimizer, owner: nn.Parameter, step: int) -> None:
+    gradient = torch.randn(owner.shape, generator=torch.Generator().manual_seed(step))
+    owner.grad = gradient.to(owner.dtype)
+    with torch.compiler.set_stance("force_eager"):
+        stage.step([group_options(stage.optimizer.param_groups[0])])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("kind", LIBRARY_CLASSES)
+def test_a_state_of_bitsandbytes_is_loaded_in_its_own_dtype(kind: str, dtype: torch.dtype) -> None:
+    """In another one bitsandbytes would leave the parameter unchanged, without an error."""
+    owners = [nn.Parameter(torch.ones(32, 16, dtype=dtype)) for _ in range(2)]
+    steady, first = (library_stage(kind, owner) for owner in owners)
+    for stage, owner in zip((steady, first), owners, strict=True):
+        library_step(stage, owner, 0)
+    loaded = library_stage(kind, owners[1])
+    loaded.load_state("a", copy.deepcopy(first.state()["a"]))
+    state = loaded.state()["a"]
+    assert state["state1"].dtype == (torch.uint8 if "8bit" in kind else torch.float32)
+    before = owners[1].detach().clone()
+    library_step(steady, owners[0], 1)
+    library_step(loaded, owners[1], 1)
+    assert not torch.equal(owners[1], before)
+    torch.testing.assert_close(owners[1], owners[0], rtol=0, atol=0)
+
+
+def test_a_state_of_bitsandbytes_that_was_narrowed_is_widened_again() -> None:
+    owner = nn.Parameter(torch.ones(32, 16, dtype=torch.bfloat16))
+    first = library_stage("AdamW32bit", owner)
+    library_step(first, owner, 0)
+    state = {
+        key: value.bfloat16() if isinstance(value, Tensor) else value
+        for key, value in first.state()["a"].items()
+    }
+    loaded = library_stage("AdamW32bit", owner)
+    loaded.load_state("a", state)
+    before = owner.detach().clone()
+    library_step(loaded, owner, 1)
+    assert not torch.equal(owner, before)
+
+
+@pytest.mark.parametrize("kind", ["AdamW", "Lion", "AdEMAMix"])
+def test_a_worker_knows_that_an_optimizer_is_paged(kind: str) -> None:
+    library = pytest.importorskip("bitsandbytes").optim
+    owner = [nn.Parameter(torch.ones(2))]
+    for paged in (True, False):
+        made = getattr(library, kind)(owner, is_paged=paged)
+        assert optimizer_defaults(made)["is_paged"] is paged
+
+
+@pytest.mark.follows("Use an optimizer that is not paged, or leave this device out.")
+@pytest.mark.parametrize("kind", ["PagedAdamW", "PagedAdEMAMix"])
+@pytest.mark.parametrize("device", ["cpu", "mps", "cuda", "xpu", "npu"])
+def test_a_state_is_paged_where_a_device_has_its_own_memory(kind: str, device: str) -> None:
+    library = pytest.importorskip("bitsandbytes").optim
+    parameters = [nn.Parameter(torch.ones(2))]
+    optimizer = getattr(library, kind)(parameters)
+    there: Any = [SimpleNamespace(device=SimpleNamespace(type=device))]
+    if device == "npu":
+        with pytest.raises(ModelError, match=f"cannot page the state of {kind} on the device npu"):
+            page_by_device(optimizer, there)
+        unpaged = getattr(library, kind.removeprefix("Paged"))(parameters)
+        page_by_device(unpaged, there)
+    else:
+        undo = page_by_device(optimizer, there)
+        assert optimizer.is_paged is (device in ("cuda", "xpu"))
+        undo()
+        assert optimizer.is_paged
+
+
+def test_on_a_processor_a_large_state_is_not_paged() -> None:
+    """bitsandbytes would ask CUDA for pages from this size on, or warn."""
+    owner = nn.Parameter(torch.ones(400, 300))
+    stage = library_stage("PagedAdEMAMix", owner)
+    library_step(stage, owner, 0)
+    assert not any(map(is_paged, stage.state()["a"].values()))
+
+
+@pytest.mark.parametrize("kind", ["PagedAdamW8bit", "PagedAdamW32bit", "PagedAdEMAMix"])
+def test_a_loaded_state_is_paged_again(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """bitsandbytes pages only a new state, and puts a loaded one on the device."""
+    owner = nn.Parameter(torch.ones(32, 16))
+    first, loaded = (library_stage(kind, owner) for _ in range(2))
+    library_step(first, owner, 0)
+    whole = state_bytes([first.state()["a"]])
+
+    def page(like: Tensor, dtype: torch.dtype) -> Tensor:
+        made: Any = torch.zeros(like.shape, dtype=dtype, device=like.device)
+        made.is_paged = True
+        return made
+
+    monkeypatch.setattr(loaded.optimizer, "is_paged", True)
+    monkeypatch.setattr(loaded.optimizer, "get_state_buffer", page)
+    loaded.load_state("a", copy.deepcopy(first.state()["a"]))
+    before, state = first.state()["a"], loaded.state()["a"]
+    assert {key for key, value in state.items() if is_paged(value)} == {"state1", "state2"}
+    for key in ("state1", "state2"):
+        assert state[key] is not before[key]
+        torch.testing.assert_close(state[key], before[key], rtol=0, atol=0)
+    # Pages are in main memory, and the planner counts the device's.
+    paged = sum(before[key].nbytes for key in ("state1", "state2"))
+    assert state_bytes([state]) == whole - paged
+    loaded.load_state("a", state)
+    assert loaded.state()["a"]["state1"] is state["state1"]
+
+
+def test_settings_of_single_parameters_in_bitsandbytes_are_found() -> None:
+    library = pytest.importorskip("bitsandbytes").optim
+    manager = library.GlobalOptimManager.get_instance()
+    first, second, third = owners = [nn.Parameter(torch.ones(2)) for _ in range(3)]
+    made = library.AdamW8bit([{"params": [first]}, {"params": owners[1:]}])
+    assert overridden(made) == overridden(torch.optim.AdamW(owners)) == []
+    module = nn.Module()
+    module.weight = third
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(manager, "pid2config", {id(first): {"optim_bits": 32}})
+        patch.setattr(manager, "index2config", {(1, 0): {"optim_bits": 32}})
+        patch.setattr(manager, "module_weight_config_triple", [(module, "weight", {})])
+        assert [id(each) for each in overridden(made)] == [*map(id, owners)]
+    assert second is owners[1]
+
+
+@pytest.mark.parametrize(
+    ("make", "expected"),
+    [(own_optimizers.InFloat32, torch.float32), (torch.optim.SGD, torch.bfloat16)],
+)
+def test_a_state_of_ones_own_optimizer_keeps_its_dtype(make: Any, expected: torch.dtype) -> None:
+    """The optimizers of torch have their state in the dtype of the parameter."""
+    parameter = nn.Parameter(torch.ones(3, 2, dtype=torch.bfloat16))
+    optimizer = make([parameter])
+    momentum = torch.ones(3, 2)
+    found = optimizers.state_beside(optimizer, parameter, {"momentum": momentum}, {})
+    assert found["momentum"].dtype == expected

@@ -180,6 +180,17 @@ def test_what_a_stage_without_recomputation_needs() -> None:
     assert need.total == 7 + 500 + 50 + 200 + 132 + 40
 
 
+def test_a_device_may_have_less_optimizer_state_than_others() -> None:
+    """Where a paged state is in main memory."""
+    worker, model = device("w", 1, 2), mixed_model()
+    kind = model.layers[0]
+    own = replace(worker, optimizer_bytes={kind: 1})
+    usual, less = (Holder(each, model, 1) for each in (worker, own))
+    found = [each.need(each.options[0], 0, 1, in_flight=1) for each in (usual, less)]
+    assert [need.optimizer for need in found] == [model.part(kind).optimizer_bytes, 1]
+    assert found[0].total - found[1].total == model.part(kind).optimizer_bytes - 1 > 0
+
+
 def test_what_a_stage_with_recomputation_needs() -> None:
     here = holder()
     need = here.need(here.option("float32", True), 0, 2, in_flight=4)

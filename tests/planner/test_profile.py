@@ -63,6 +63,7 @@ def rich_profile() -> Profile:
         2e-5,
         base_bytes=5,
         optimizer_seconds={"layer": 1e-3},
+        optimizer_bytes={"layer": 3},
         largest_micro_batch=64,
         versions={"torch": "2.9"},
     )
@@ -214,6 +215,10 @@ FAULTS: dict[str, tuple[Callable[[Any], object], str]] = {
         lambda raw: raw["model"]["parts"][2].pop("gradient_bytes"),
         "The part 'layer' of the model has no gradient_bytes",
     ),
+    "optimizer bytes of an unknown part": (
+        lambda raw: raw["devices"][1].update(optimizer_bytes={"other": 1}),
+        "has the optimizer_bytes of 'other', which the model does not have",
+    ),
     "no optimizer bytes": (
         lambda raw: raw["model"]["parts"][0].pop("optimizer_bytes"),
         "write `optimizer_bytes: 0` if it has none",
@@ -252,6 +257,7 @@ def test_a_timing_with_recomputation_stands_beside_the_one_without() -> None:
 def test_sizes_have_units_where_a_person_writes_them() -> None:
     raw = content(rich_profile())
     raw["devices"][1].update(memory_bytes="16 GiB", base_bytes="512MiB")
+    raw["devices"][1]["optimizer_bytes"] = {"layer": "1 MiB"}
     raw["devices"][1]["timings"][0].update(saved_bytes="1.5 MiB")
     raw["model"]["parts"][2]["parameter_bytes_in"] = {"float16": "1 MB"}
     raw["model"].update(activation_bytes_per_sample="4 MiB", gradient_bytes_per_sample="77")
@@ -259,6 +265,7 @@ def test_sizes_have_units_where_a_person_writes_them() -> None:
     fast = found.device("fast:1")
     assert (fast.memory_bytes, fast.base_bytes) == (16 * 2**30, 2**29)
     assert fast.timings[0].saved_bytes == 3 * 2**19
+    assert fast.optimizer_bytes == {"layer": 2**20}
     assert found.model.part("layer").parameter_bytes_in == {"float16": 10**6}
     assert found.model.activation_bytes_per_sample == 2**22
     assert found.model.gradient_bytes_per_sample == 77

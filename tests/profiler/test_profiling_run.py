@@ -115,6 +115,7 @@ def test_auto_measures_solves_and_trains_as_one_device_does(
     for device in profile.devices:
         sizes = {t.micro_batch_size for t in device.timings if t.part == "LlamaDecoderLayer"}
         assert 1 in sizes <= {1, 2, 4}
+        assert device.optimizer_bytes["LlamaDecoderLayer"] == layer.optimizer_bytes
         plain_ones = [t for t in device.timings if t.part in profile.model.layers]
         assert all(t.saved_bytes < t.peak_bytes for t in plain_ones)
 

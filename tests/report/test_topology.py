@@ -115,6 +115,19 @@ def test_a_profile_adds_facts_of_all_ranges_of_a_process() -> None:
     assert found.hops[-1].link.backward == DrawnSpeed(1e8, 0.001)
 
 
+def test_a_worker_with_the_head_sends_losses_to_the_coordinator() -> None:
+    stages = [
+        StagePlan(["fast:1"], (0, 5), embedding=True),
+        StagePlan(["local-1"], (5, 8), head=True, activation_dtype="int8"),
+    ]
+    found = topology_of(Plan(stages))
+    assert found.own_parts == (["data"], ["loss"])
+    assert [place.marks for place in found.workers] == [("embedding",), ("head",)]
+    # Losses are not rounded.
+    links = [hop.link for hop in found.hops]
+    assert links == [DrawnLink(is_one_way=True), DrawnLink(activation_dtype="int8"), DrawnLink()]
+
+
 def test_a_coordinator_with_the_last_layers_has_them_before_the_head() -> None:
     stages = [
         StagePlan(["fast:1"], (0, 5), embedding=True, activation_dtype="int8"),

@@ -93,9 +93,15 @@ stages:
 - {{workers: ["{}"], layers: [1, 3]}}
 - {{workers: [coordinator], layers: [3, 4]}}
 """
+HEAD_AWAY = """
+stages:
+- {{workers: ["{}"], layers: [0, 2], embedding: true}}
+- {{workers: ["{}"], layers: [2, 4], head: true}}
+"""
+PLANS = {"plan.yaml": COORDINATOR_LAST, "head.yaml": HEAD_AWAY}
 
 
-@pytest.mark.parametrize("plan", keeping(["auto", "plan.yaml"], ["even", "auto", "plan.yaml"]))
+@pytest.mark.parametrize("plan", keeping(["auto", "plan.yaml"], ["even", "auto", *PLANS]))
 def test_workers_that_compute_right_pass_and_nothing_is_trained(
     project: Path,
     workers: list[str],
@@ -103,8 +109,8 @@ def test_workers_that_compute_right_pass_and_nothing_is_trained(
     capsys: pytest.CaptureFixture[str],
     plan: str,
 ) -> None:
-    if plan == "plan.yaml":
-        Path(plan).write_text(COORDINATOR_LAST.format(*workers[:2]))
+    if plan in PLANS:
+        Path(plan).write_text(PLANS[plan].format(*workers[:2]))
     configure(workers[:2], plan)
     monkeypatch.setenv("COLUMNS", "80")
     code, shown = verify(monkeypatch, capsys)
@@ -112,7 +118,7 @@ def test_workers_that_compute_right_pass_and_nothing_is_trained(
     assert all(worker[-3:] in shown for worker in workers[:2])  # an address may take two lines
     assert code == 0
     assert "left as it was True True 0" in shown
-    left = {path.name for path in project.iterdir() if path.suffix} - {"plan.yaml"}
+    left = {path.name for path in project.iterdir() if path.suffix} - {*PLANS}
     assert left == {"config.yaml", "my_project.py"}
 
 

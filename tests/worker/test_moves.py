@@ -212,7 +212,7 @@ def test_another_worker_can_only_fill_what_is_missing(
 
 @pytest.mark.parametrize(
     ("state", "reason"),
-    [({"exp_avg": torch.ones(24, 25)}, "has 600 numbers"), ("state", "came as 'state'")],
+    [({"exp_avg": torch.ones(24, 33)}, "has 792 numbers"), ("state", "came as 'state'")],
 )
 def test_optimizer_state_that_cannot_belong_to_its_parameter_is_refused(
     state: Any, reason: str

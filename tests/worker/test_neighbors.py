@@ -26,6 +26,8 @@ from lightning_hetero.protocol.frames import Content, Frame
 from lightning_hetero.protocol.values import Packer
 from lightning_hetero.transport.channel import Channel
 from lightning_hetero.worker.neighbors import SessionNeighbors
+from lightning_hetero.worker.parts import SoleHolder
+from lightning_hetero.worker.sent_messages import SessionSentMessages
 
 from ..transport.pairs import End, channel_pair
 
@@ -253,7 +255,8 @@ def test_the_late_word_of_a_worker_whose_place_another_one_has_is_dropped() -> N
         channel_pair() as (_, replacing),
     ):
         neighbors = SessionNeighbors(coordinator.channel, nobody)
-        neighbors.keep_sent(2**20)
+        kept = SessionSentMessages(neighbors, SoleHolder())
+        kept.handlers[m.KeepSent](m.KeepSent(2**20), ())
         neighbors.attach(frozen.channel, 2)
         neighbors.attach(replacing.channel, 2)
         neighbors.replace(m.ReplaceNeighbor(2, "2:1", "session 3"), lambda _channel: None)
@@ -261,11 +264,12 @@ def test_the_late_word_of_a_worker_whose_place_another_one_has_is_dropped() -> N
         assert neighbors.is_new(saying(ACTIVATION, 1), replacing.channel)
         assert neighbors.is_new(saying(ACTIVATION, 1), coordinator.channel)
         neighbors.close(m.Goodbye())
+        kept.close()
 
 
 def test_a_break_is_told_also_behind_a_replacement(monkeypatch: pytest.MonkeyPatch) -> None:
     told: list[m.Message] = []
-    monkeypatch.setattr(SessionNeighbors, "_tell", lambda _, message: told.append(message))
+    monkeypatch.setattr(SessionNeighbors, "report", lambda _, message: told.append(message))
     with (
         channel_pair() as (_, coordinator),
         channel_pair() as (before, _),
