@@ -111,3 +111,14 @@ def _flush_folder(folder: Path) -> None:
             raise
     finally:
         os.close(descriptor)
+
+
+def folder_in_cache(name: str) -> Path | None:
+    """This package's folder of a name in the user's cache, if the user has a home folder."""
+    folder = os.environ.get("XDG_CACHE_HOME", "")
+    try:
+        # As its specification says, a relative one is invalid and ignored.
+        base = Path(folder) if os.path.isabs(folder) else Path.home() / ".cache"
+    except RuntimeError:
+        return None
+    return base / "lightning-hetero" / name

@@ -28,6 +28,7 @@ Dtype = Literal["float32", "bfloat16", "float16"]
 WireDtype = Literal["float32", "bfloat16", "float16", "int8"]
 ReplicaOptimizer = Literal["each", "split"]
 Recompute = bool | Literal["layers"]
+Weights = Literal["disk", "host"]
 
 INT8_BLOCK = 64
 """The number of int8 values that share a float32 scale, which adds 6 % to their bytes."""
@@ -61,6 +62,9 @@ class StagePlan:
             stage, for a slow link; None to send them as they are. ``int8`` has a scale for each 64
             values. Between two stages of one process nothing is rounded.
         gradient_dtype: The dtype to which gradients are rounded on both boundaries of the stage.
+        weights: Where a worker keeps the frozen weights of the layers, to read them layer by layer:
+            ``disk`` in a file of the worker, ``host`` in main memory beside an accelerator. None
+            keeps them on the device. Needs ``recompute: layers``.
         compile: Compile each layer by `torch.compile`; sums may then be added in another order.
         embedding: Hold the model's input embedding too: the stage receives token ids instead of
             activations and sends no gradients. Only a worker with layer 0 can hold it; else the
@@ -88,6 +92,7 @@ class StagePlan:
     head: bool = False
     shares: list[int] | None = None
     optimizer: ReplicaOptimizer | None = None
+    weights: Weights | None = None
 
     @property
     def worker(self) -> str:
@@ -342,6 +347,7 @@ class Plan:
                 )
             _check_choices(vars(stage), f"stages[{index}]")
             _check_embedding(stage, index)
+            _check_weights(stage, index)
             _check_head(stage, index, is_last=index == len(self.stages) - 1)
             if stage.is_local and stage.dtype is not None:
                 raise PlanError(
@@ -421,11 +427,12 @@ def _narrower(before: StagePlan | None, after: StagePlan | None, field: str) -> 
 
 
 def _check_choices(stage: Any, where: str) -> None:
-    """Check the dtypes and the recomputation in the fields of a `StagePlan`, given as a mapping."""
+    """Check the choices of a word in the fields of a `StagePlan`, given as a mapping."""
     again = stage.get("recompute", False)
     if not isinstance(again, bool) and again != "layers":  # 1 is not True
         raise PlanError(f"{where}.recompute is {again!r}; it must be one of true, false, layers.")
-    kinds = {"dtype": Dtype, "activation_dtype": WireDtype, "gradient_dtype": WireDtype}
+    wire = {"activation_dtype": WireDtype, "gradient_dtype": WireDtype}
+    kinds = {"dtype": Dtype, "weights": Weights, **wire}
     for field, kind in kinds.items():
         dtype, known = stage.get(field), get_args(kind)
         if dtype is not None and dtype not in known:
@@ -471,6 +478,28 @@ def _check_embedding(stage: StagePlan, index: int) -> None:
         raise PlanError(
             f"stages[{index}] has `embedding: true` and dtype {stage.dtype!r}; the embedding is "
             "kept in the model's own dtype. Leave one of them out."
+        )
+
+
+def _check_weights(stage: StagePlan, index: int) -> None:
+    if stage.weights is None:
+        return
+    given = f"stages[{index}] has `weights: {stage.weights}`"
+    if COORDINATOR in stage.workers:
+        raise PlanError(
+            f"{given}, and the coordinator has its layers; only a worker reads weights layer by "
+            "layer. Start a worker on the coordinator's machine and give it the layers, or leave "
+            "the key out."
+        )
+    if stage.recompute != "layers":
+        raise PlanError(
+            f"{given}, and a graph would need the weights of all layers at once; write "
+            "`recompute: layers` into the same stage."
+        )
+    if stage.compile:
+        raise PlanError(
+            f"{given} and `compile: true`; compiled layers cannot change their memory. Leave one "
+            "of them out."
         )
 
 

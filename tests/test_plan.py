@@ -428,3 +428,38 @@ def test_an_unknown_dtype_on_the_wire_is_refused() -> None:
     plan = Plan([StagePlan(["a"], (0, 2), gradient_dtype="int4")])  # type: ignore[arg-type]
     with pytest.raises(PlanError, match=r"Unknown gradient_dtype 'int4' in stages\[0\]"):
         plan.check(2, ["a"])
+
+
+@pytest.mark.follows("compiled layers cannot change their memory. Leave one of them out.")
+@pytest.mark.follows("write `recompute: layers` into the same stage.")
+@pytest.mark.follows("Start a worker on the coordinator's machine and give it the layers")
+@pytest.mark.parametrize(
+    ("stage", "message"),
+    [
+        ({"weights": "tape"}, "Unknown weights 'tape' in stages\\[0\\]; it is one of disk, host"),
+        ({"weights": "disk"}, "write `recompute: layers` into the same stage"),
+        ({"weights": "disk", "recompute": True}, "write `recompute: layers` into the same stage"),
+        ({"weights": "disk", "recompute": "layers", "compile": True}, "Leave one of them out"),
+        (
+            {"weights": "host", "recompute": "layers", "workers": ["coordinator"]},
+            "only a worker reads weights layer by layer",
+        ),
+        (
+            {"weights": "disk", "recompute": "layers", "workers": ["a", "coordinator"]},
+            "only a worker reads weights layer by layer",
+        ),
+    ],
+)
+def test_weights_that_are_read_by_layers_have_their_conditions(stage: Any, message: str) -> None:
+    plan = Plan([StagePlan(**{"workers": ["a"], "layers": (0, 4), **stage})])
+    with pytest.raises(PlanError, match=message):
+        plan.check(4, ["a"])
+    mended = {"weights": "disk", "recompute": "layers", "compile": False, "workers": ["a"]}
+    Plan([StagePlan(**{"layers": (0, 4), **stage, **mended})]).check(4, ["a"])
+
+
+def test_where_weights_are_kept_is_written_and_read(tmp_path: Path) -> None:
+    plan = Plan([StagePlan(["a"], (0, 4), recompute="layers", weights="disk")])
+    plan.check(4, ["a"])
+    plan.to_yaml(tmp_path / "plan.yaml")
+    assert Plan.from_yaml(tmp_path / "plan.yaml") == plan

@@ -68,7 +68,7 @@ KEYS_OF_PLANS: dict[type, str] = {
     Plan: "stages micro_batches in_flight",
     StagePlan: (
         "workers layers recompute dtype activation_dtype gradient_dtype compile embedding "
-        "head shares optimizer"
+        "head shares optimizer weights"
     ),
 }
 
@@ -87,8 +87,10 @@ KEYS_OF_PROFILES: dict[type, str] = {
     ),
     profile.DeviceProfile: (
         "name device memory_bytes base_bytes timings optimizer_seconds optimizer_bytes "
-        "software_seconds largest_micro_batch versions stale confirmed price_per_hour watts"
+        "software_seconds largest_micro_batch weights versions stale confirmed price_per_hour "
+        "watts"
     ),
+    profile.WeightReading: "bytes_per_second most_bytes",
     profile.Timing: (
         "part micro_batch_size forward_seconds backward_seconds saved_bytes peak_bytes dtype "
         "recompute spread"

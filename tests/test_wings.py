@@ -40,6 +40,7 @@ WINGS = {
     "replan": ["replan"],
     "replicas": ["coordinator.replicas", "worker.replicas"],
     "report": ["report"],
+    "streamed_weights": ["devices.weight_file", "worker.streamed_weights"],
     "token_slices": ["coordinator.token_slices"],
     "telemetry": ["coordinator.telemetry", "telemetry", "worker.telemetry"],
     "verify": ["verify"],

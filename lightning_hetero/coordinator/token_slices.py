@@ -85,6 +85,8 @@ def _refused_key(stage: StagePlan) -> str | None:
         return "`embedding: true`"
     if stage.head:
         return "`head: true`"
+    if stage.weights is not None:
+        return f"`weights: {stage.weights}`"
     if stage.compile:
         return "`compile: true`"
     if stage.recompute == "layers":

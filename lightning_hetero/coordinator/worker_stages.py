@@ -22,6 +22,7 @@ from ..model.tensors import (
     dtypes_on_stage,
     first_names,
     has_four_bit,
+    is_frozen,
     is_storage_only,
     locate,
     named_contents,
@@ -29,7 +30,7 @@ from ..model.tensors import (
 )
 from ..pipeline.placement import PlacedStage, Placement, deal
 from ..pipeline.stage_layers import describe_parameters
-from ..plan import COORDINATOR, Dtype, Narrowing, Plan, Recompute, StagePlan
+from ..plan import COORDINATOR, Dtype, Narrowing, Plan, Recompute, StagePlan, Weights
 from ..protocol import messages as m
 from ..protocol.tensor_bytes import DTYPES, dtype_name
 from .answer_checks import HeldTensor
@@ -53,6 +54,7 @@ class RemoteStage:
         narrowing: The dtypes to which the worker rounds its activations sent downstream and its
             gradients sent upstream.
         compile: As in the plan.
+        weights: As in the plan.
         is_split: Whether replicas each step a part of the parameters.
         constants: The names of tensors that forwards must not change; see `SharedParts`.
     """
@@ -67,6 +69,7 @@ class RemoteStage:
     compile: bool = False
     is_split: bool = False
     constants: Collection[str] = ()
+    weights: Weights | None = None
 
     @cached_property
     def names(self) -> list[str]:
@@ -88,6 +91,12 @@ class RemoteStage:
         lacks = shortcomings(worker.equipment, self.recipe, dtypes, four_bit)
         if self.compile:
             lacks += obstacles_to_compiling(worker.equipment, four_bit)
+        tensors = [tensor for _, tensor in named_tensors(self.layers)]
+        if self.weights is not None and not any(map(is_frozen, tensors)):
+            lacks.append(
+                f"its stage has `weights: {self.weights}`, and all of its weights train; freeze "
+                "them and train adapters, or take `weights` out of the plan."
+            )
         if lacks:
             raise WorkerError(f"{worker} cannot hold its layers: {' '.join(lacks)}")
 
@@ -115,6 +124,7 @@ class RemoteStage:
             owners=[owner_of[spec.name] for spec in parameters] if holders else [],
             is_split=self.is_split,
             constants=[spec.name for spec in parameters if spec.name in self.constants],
+            weights=self.weights,
         )
 
 
@@ -195,6 +205,7 @@ def remote_stages(
             compile=stage.compile,
             is_split=stage.optimizer == "split",
             constants=constants,
+            weights=stage.weights,
         )
         for stage, layers, narrowing in zip(
             plan.remote_stages, stages, plan.stage_narrowings, strict=True

@@ -15,7 +15,7 @@ from __future__ import annotations
 import math
 import reprlib
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -130,6 +130,27 @@ def with_state(owner: nn.Module, leaf: str, packed: Tensor, state: State) -> nn.
         bnb_quantized=True,
     )
     return parameter
+
+
+def state_tensors(owner: nn.Module, leaf: str) -> list[Tensor]:
+    """The tensors of a 4-bit parameter's state."""
+    return [getattr(state, name) for state, name in _places_in_state(owner, leaf)]
+
+
+def set_state_tensors(owner: nn.Module, leaf: str, tensors: Sequence[Tensor]) -> None:
+    """Put other tensors into the places of `state_tensors`, such as copies on a device."""
+    for (state, name), tensor in zip(_places_in_state(owner, leaf), tensors, strict=True):
+        setattr(state, name, tensor)
+
+
+def _places_in_state(owner: nn.Module, leaf: str) -> list[tuple[Any, str]]:
+    state = _holder(owner).quant_state if is_stored(owner, leaf) else None
+    if state is None:
+        return []
+    places = [(state, "absmax"), (state, "code")]
+    if state.nested:
+        places += [(state, "offset"), (state.state2, "absmax"), (state.state2, "code")]
+    return places
 
 
 def pack(owner: nn.Module, leaf: str, content: Tensor) -> tuple[Tensor, State]:

@@ -6,7 +6,7 @@ Without a format in the package, all weights are plain.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import cache
@@ -80,6 +80,12 @@ class WeightFormat(Protocol):
 
     def with_state(self, owner: nn.Module, leaf: str, packed: Tensor, state: State) -> nn.Parameter:
         """A parameter with this content for the place of a stored one."""
+
+    def state_tensors(self, owner: nn.Module, leaf: str) -> list[Tensor]:
+        """The tensors of a stored parameter's state, in an order of the format's own."""
+
+    def set_state_tensors(self, owner: nn.Module, leaf: str, tensors: Sequence[Tensor]) -> None:
+        """Put other tensors into the places of `state_tensors`."""
 
     def pack(self, owner: nn.Module, leaf: str, content: Tensor) -> tuple[Tensor, State]:
         """Pack a plain tensor for the place of a stored parameter."""

@@ -54,6 +54,11 @@ class Content(NamedTuple):
         """The tensor, under an empty name, and the tensors of its state by their names."""
         return {"": self.tensor, **self.state}
 
+    def on(self, device: torch.device) -> Content:
+        """A copy on a device."""
+        state = {part: tensor.to(device, copy=True) for part, tensor in self.state.items()}
+        return Content(self.tensor.to(device, copy=True), state)
+
     @property
     def num_bytes(self) -> int:
         """Bytes of the tensor and its state."""

@@ -12,7 +12,7 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager, nullco
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 from itertools import compress, count
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -369,6 +369,16 @@ class _Saved:
     piece: SlicePass | None = None
 
 
+class LayerReader(Protocol):
+    """Brings the weights of layers to where they compute, a few layers at a time."""
+
+    def enter(self, number: int) -> None:
+        """A layer is about to compute."""
+
+    def enter_backward(self, number: int) -> None:
+        """A layer's backward is about to begin."""
+
+
 @dataclass
 class Stage:
     """Layers, and everything their forwards save for their backwards.
@@ -384,6 +394,8 @@ class Stage:
         compiled: Compiles the layers; None runs them uncompiled.
         state: Watches the layers' state between forwards; None without a watch.
         caches: The key-value caches.
+        weights: Reads the frozen weights layer by layer; None if all are on the device. Needs
+            ``recompute="layers"``.
     """
 
     layers: nn.ModuleDict
@@ -395,6 +407,7 @@ class Stage:
     compiled: CompiledLayers | None = None
     state: LayerState | None = None
     caches: StageCaches = field(default_factory=StageCaches)
+    weights: LayerReader | None = None
     _saved: dict[Key, _Saved] = field(default_factory=dict)
     # The keys and values of sequences in slices, by visit.
     _keys: dict[int, SequenceKeys] = field(default_factory=dict)
@@ -591,7 +604,7 @@ class Stage:
                     run = compiled.of(layer)
                 place = self.seed, dropout_step, call.layer_index, *within_step
                 as_called = partial(
-                    _as_called, layer, call, surroundings, place, self._has_own_code
+                    _as_called, layer, call, surroundings, place, self._has_own_code, self.weights
                 )
                 if keeps_inputs:
                     run = _running_again(layer, run, as_called, self._has_own_code)
@@ -602,6 +615,8 @@ class Stage:
                         answers += [(kind, each) for each in answer.encoded()]
                     else:
                         tensors = tensors_of(run(*args, **kwargs), layer, call)
+                    if self.weights is not None:
+                        _enter_in_backward(self.weights, call.layer_index, tensors.values())
                     if keeps_inputs and own_call is not surroundings.calls[0]:
                         _check_input(before, call.layer_index, layer)
                     hidden = along.take(tensors, call)
@@ -635,9 +650,12 @@ def _as_called(
     surroundings: Surroundings,
     place: tuple[int, ...],
     has_own_code: bool,
+    weights: LayerReader | None,
 ) -> Iterator[None]:
-    """Inside, a layer is in the modes of its call, and draws the random numbers of its place: seed,
-    step, layer, micro-batch and visit."""
+    """Inside, a layer has its weights, is in the modes of its call, and draws the random numbers of
+    its place: seed, step, layer, micro-batch and visit."""
+    if weights is not None:
+        weights.enter(call.layer_index)
     call.set_modes(layer)
     seed_action(*place)
     if has_own_code:  # torch and transformers draw from torch alone
@@ -647,6 +665,14 @@ def _as_called(
         on_trial(layer, surroundings.keeps_modes) if surroundings.is_trial else nullcontext(),
     ):
         yield
+
+
+def _enter_in_backward(weights: LayerReader, number: int, results: Iterable[Tensor]) -> None:
+    """Let a layer have its weights when its backward begins: some nodes of its graph have saved
+    none of them, and read them from the layer."""
+    for tensor in results:
+        if tensor.requires_grad:
+            tensor.register_hook(lambda _: weights.enter_backward(number))
 
 
 def _running_again(

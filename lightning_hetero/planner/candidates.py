@@ -556,6 +556,7 @@ class Candidate:
             seat.option.recompute,
             None if seat.option.dtype == dtype else seat.option.dtype,
             embedding=seat.has_embedding,
+            weights=seat.option.weights,
             head=seat.has_head,
         )
         parts = [each.part for each in team if each.part is not None]

@@ -10,7 +10,7 @@ stages.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import product
@@ -19,7 +19,7 @@ from typing import NamedTuple, get_args
 import numpy as np
 import numpy.typing as npt
 
-from ..plan import BYTES_PER_NUMBER, COORDINATOR, Dtype, Narrowing, Recompute, WireDtype
+from ..plan import BYTES_PER_NUMBER, COORDINATOR, Dtype, Narrowing, Recompute, Weights, WireDtype
 from .layer_split import Matrix
 from .profile import EMBEDDING, ENDS, HEAD, DeviceProfile, ModelProfile
 from .step_model import Speed
@@ -163,7 +163,8 @@ class Need:
 
 
 class Option:
-    """One way in which a device may run layers: a dtype, with or without recomputation."""
+    """One way of a device to run layers: a dtype, with or without recomputation, and perhaps with
+    frozen weights read layer by layer."""
 
     def __init__(
         self,
@@ -172,12 +173,25 @@ class Option:
         size: int,
         dtype: Dtype,
         recompute: Recompute,
+        weights: Weights | None = None,
     ) -> None:
         self.dtype = dtype
         self.recompute = recompute
+        self.weights = weights
         runs_again = bool(recompute)
         costs = {kind: cost_at(device, kind, dtype, runs_again, size) for kind in model.kinds}
         plain = {kind: cost_at(device, kind, dtype, False, size) for kind in model.kinds}
+        parts = {kind: model.part(kind) for kind in model.kinds}
+        weight_bytes = {
+            kind: part.parameter_bytes_in.get(dtype, part.parameter_bytes)
+            for kind, part in parts.items()
+        }
+        # A gradient is as large as its parameter.
+        self._frozen_bytes = {
+            kind: max(0, weight_bytes[kind] - part.gradient_bytes) for kind, part in parts.items()
+        }
+        if weights is not None:
+            costs = self._with_reading(costs, device)
         known = [costs[kind] or _NO_COST for kind in model.layers]
         self.forward = _sums(cost.forward_seconds for cost in known)
         self.backward = _sums(cost.backward_seconds for cost in known)
@@ -189,20 +203,56 @@ class Option:
         # For a layer the whole stage keeps its saved bytes once, and "layers" the layer's input for
         # each micro-batch: with this many in flight or more it saves nothing.
         self.useful_below = (
-            most_saved / max(self.input_bytes, 1) if recompute == "layers" else np.inf
+            most_saved / max(self.input_bytes, 1)
+            if recompute == "layers" and weights is None
+            else np.inf
         )
         self._unknown = _sums(costs[kind] is None for kind in model.layers)
-        parts = [model.part(kind) for kind in model.layers]
-        self.weights = _sums(
-            part.parameter_bytes_in.get(dtype, part.parameter_bytes) for part in parts
-        )
-        self.gradients = _sums(part.gradient_bytes for part in parts)
-        self.optimizer = _sums(device.optimizer_bytes_of(part) for part in parts)
+        self.weight_bytes = _sums(weight_bytes[kind] for kind in model.layers)
+        self.frozen_bytes = _sums(self._frozen_bytes[kind] for kind in model.layers)
+        self.gradients = _sums(parts[kind].gradient_bytes for kind in model.layers)
+        self.optimizer = _sums(device.optimizer_bytes_of(parts[kind]) for kind in model.layers)
+        self._counts = {
+            kind: _sums(kind == other for other in model.layers) for kind in model.kinds
+        }
         self._of_kinds = [
-            (_sums(kind == other for other in model.layers), cost)
-            for kind, cost in plain.items()
-            if cost is not None
+            (self._counts[kind], cost) for kind, cost in plain.items() if cost is not None
         ]
+
+    def _with_reading(
+        self, costs: Mapping[str, Cost | None], device: DeviceProfile
+    ) -> dict[str, Cost | None]:
+        """The costs of layers with their frozen weights read meanwhile, if the speed of reading was
+        measured."""
+        reading = None if self.weights is None else device.weights.get(self.weights)
+        if reading is None:
+            return dict.fromkeys(costs)
+        found: dict[str, Cost | None] = {}
+        for kind, cost in costs.items():
+            seconds = self._frozen_bytes[kind] / reading.bytes_per_second
+            found[kind] = cost and cost._replace(
+                forward_seconds=max(cost.forward_seconds, seconds),
+                backward_seconds=max(cost.backward_seconds, seconds),
+            )
+        return found
+
+    def held_bytes(self, first: Index, end: Index) -> Numbers:
+        """The bytes of the weights on the device: all of them, or the trained ones and two layers
+        of frozen ones."""
+        every = _over(self.weight_bytes, first, end)
+        if self.weights is None:
+            return every
+        return every - self.away_bytes(first, end)
+
+    def away_bytes(self, first: Index, end: Index) -> Numbers:
+        """The bytes of frozen weights away from the device at a time."""
+        if self.weights is None:
+            return 0.0
+        largest: Numbers = 0.0
+        for kind, counts in self._counts.items():
+            num_here = np.minimum(_over(counts, first, end), 2)
+            largest = np.maximum(largest, num_here * self._frozen_bytes[kind])
+        return np.maximum(_over(self.frozen_bytes, first, end) - largest, 0.0)
 
     def seconds(self, first: Index, end: Index) -> Numbers:
         """Forward and backward of one micro-batch; infinite if the layers cannot run here."""
@@ -270,24 +320,28 @@ class Holder:
         self._loss_waits = loss_waits
         self._least_kept = least_kept
         self._matrices: dict[int, tuple[Matrix, npt.NDArray[np.int8]]] = {}
-        self._options: dict[tuple[Dtype, Recompute], Option] = {}
+        self._options: dict[tuple[Dtype, Recompute, Weights | None], Option] = {}
 
     @cached_property
     def options(self) -> list[Option]:
         """The allowed dtypes, each without and with recomputation: on workers of the stage as a
         whole or by layers, on the coordinator by layers only. A stage with an end computes in the
-        user's precision."""
+        user's precision. The last ways of a worker read the frozen weights layer by layer."""
         dtypes = [] if self.ends else allowed_dtypes(self.device, self._model, self._size)
         dtypes = dtypes or [self._model.dtype]
         ways: tuple[Recompute, ...] = (False, True) if self.is_coordinator else _RECOMPUTES
-        return [self.option(dtype, again) for dtype in dtypes for again in ways]
+        found = [self.option(dtype, again) for dtype in dtypes for again in ways]
+        if self.is_coordinator or not found[0].frozen_bytes[-1]:
+            return found
+        places = self.device.weights
+        return found + [self.option(d, "layers", place) for d in dtypes for place in places]
 
-    def option(self, dtype: Dtype, recompute: Recompute) -> Option:
+    def option(self, dtype: Dtype, recompute: Recompute, weights: Weights | None = None) -> Option:
         """Any option; the seconds of an unmeasured one are infinite."""
-        if (dtype, recompute) not in self._options:
-            made = Option(self.device, self._model, self._size, dtype, recompute)
-            self._options[dtype, recompute] = made
-        return self._options[dtype, recompute]
+        key = dtype, recompute, weights
+        if key not in self._options:
+            self._options[key] = Option(self.device, self._model, self._size, *key)
+        return self._options[key]
 
     @property
     def usable_bytes(self) -> float:
@@ -344,7 +398,7 @@ class Holder:
         parts = [self._model.part(name) for name in self.ends if name in ENDS]
         return Need(
             base=self.device.base_bytes,
-            weights=_over(option.weights, first, end) + sum(p.parameter_bytes for p in parts),
+            weights=option.held_bytes(first, end) + sum(p.parameter_bytes for p in parts),
             gradients=_over(option.gradients, first, end) + sum(p.gradient_bytes for p in parts),
             optimizer=_over(option.optimizer, first, end)
             + sum(self.device.optimizer_bytes_of(part) for part in parts),
@@ -354,8 +408,13 @@ class Holder:
         )
 
     def short_bytes(self, option: Option, first: Index, end: Index, in_flight: int) -> Numbers:
-        """The bytes by which a stage exceeds the device's memory; 0 or less if it fits."""
-        return self.need(option, first, end, in_flight).total - self.usable_bytes
+        """The bytes by which a stage exceeds the device's memory, or the place of its frozen
+        weights; 0 or less if it fits."""
+        short = self.need(option, first, end, in_flight).total - self.usable_bytes
+        place = option.weights and self.device.weights.get(option.weights)
+        if not place:
+            return short
+        return np.maximum(short, _over(option.frozen_bytes, first, end) - place.most_bytes)
 
     def matrix(self, in_flight: int) -> Matrix:
         """The seconds of every possible stage here; infinite if the stage does not fit."""
@@ -400,9 +459,15 @@ class Holder:
             for option in self.options:
                 # Recomputing by layers takes as long as the way before it, the whole stage.
                 is_useful = max(in_flight, self._least_kept) < option.useful_below
+                if option.weights is not None and self._all_fit(ways):
+                    break  # reading is never faster
                 ways.append(self.matrix_of(option, in_flight) if is_useful else ways[-1])
             self._matrices[in_flight] = fastest_of(ways)
         return self._matrices[in_flight]
+
+    def _all_fit(self, ways: Sequence[Matrix]) -> bool:
+        """Whether the whole model fits in one of these ways, and so each part of it."""
+        return any(math.isfinite(way[0, -1]) for way in ways)
 
     def _kept(self, option: Option, first: Index, end: Index) -> Numbers:
         """The bytes kept for each micro-batch in flight."""

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from ..errors import PlanError
-from ..plan import COORDINATOR, Plan, Recompute, StagePlan
+from ..plan import COORDINATOR, Plan, Recompute, StagePlan, Weights
 from ..units import in_bytes, in_layers
 from .candidates import Candidate, Costs, Seat, as_replicas, ends_here
 from .costs import BothEnds, Holder
@@ -136,7 +136,8 @@ def _seats(
     """A seat of each process of the stage."""
     for name in stage.workers:
         holder = costs.holder(name, costs.size(micro_batches), ends)
-        option = holder.option(stage.dtype or costs.profile.model.dtype, stage.recompute)
+        dtype = stage.dtype or costs.profile.model.dtype
+        option = holder.option(dtype, stage.recompute, stage.weights)
         yield Seat(name, stage.layers, option, ends)
 
 
@@ -177,6 +178,7 @@ class Shortage:
         layers: The number of its layers.
         short_bytes: The missing bytes; infinite if the device was not measured for these layers.
         fits_with_recompute: The recomputation that alone would help; False if none does.
+        fits_with_weights: The place of frozen weights to help, if recomputation alone does not.
         excess_layers: Number of layers to move so that the others fit; 0 if moving does not help.
         measured: The wanted and the measured dtypes, in words; empty if only memory is short.
     """
@@ -185,6 +187,7 @@ class Shortage:
     layers: int
     short_bytes: float
     fits_with_recompute: Recompute
+    fits_with_weights: Weights | None
     excess_layers: int
     measured: str = ""
 
@@ -198,6 +201,8 @@ class Shortage:
             )
         by_layers = " by layers" if self.fits_with_recompute == "layers" else ""
         remedies = [f"recompute there{by_layers}"] if self.fits_with_recompute else []
+        if self.fits_with_weights:
+            remedies = [f"write `weights: {self.fits_with_weights}` for it into the plan"]
         if self.excess_layers > 0:
             remedies.append(f"move {in_layers(self.excess_layers)}")
         remedies = remedies or ["use more micro-batches or fewer in flight"]
@@ -217,7 +222,8 @@ def _shortage(candidate: Candidate, name: str) -> Shortage | None:
     num_layers = sum(seat.num_layers for seat in seats)
     pairs = list(zip(holders, seats, strict=True))
     if any(math.isinf(float(h.seconds(seat.option, *seat.layers))) for h, seat in pairs):
-        return Shortage(name, num_layers, math.inf, False, 0, _what_was_measured(candidate, seats))
+        measured = _what_was_measured(candidate, seats)
+        return Shortage(name, num_layers, math.inf, False, None, 0, measured)
 
     def short_bytes(tried: Sequence[Seat]) -> float:
         return float(candidate.need_of(tried).total) - holders[0].usable_bytes
@@ -226,8 +232,8 @@ def _shortage(candidate: Candidate, name: str) -> Shortage | None:
     if short <= 0:
         return None
 
-    def fits_with(recompute: Recompute) -> bool:
-        tried = [replace(s, option=h.option(s.option.dtype, recompute)) for h, s in pairs]
+    def fits_with(recompute: Recompute, weights: Weights | None = None) -> bool:
+        tried = [replace(s, option=h.option(s.option.dtype, recompute, weights)) for h, s in pairs]
         return short_bytes(tried) <= 0
 
     excess = 0
@@ -237,7 +243,9 @@ def _shortage(candidate: Candidate, name: str) -> Shortage | None:
             break
     ways: tuple[Recompute, ...] = (True, "layers")
     again = next(filter(fits_with, ways), False)
-    return Shortage(name, num_layers, short, again, excess)
+    places = () if again else candidate.costs.profile.device(name).weights
+    away = next((place for place in places if fits_with("layers", place)), None)
+    return Shortage(name, num_layers, short, again, away, excess)
 
 
 def _what_was_measured(candidate: Candidate, seats: Sequence[Seat]) -> str:
@@ -248,6 +256,9 @@ def _what_was_measured(candidate: Candidate, seats: Sequence[Seat]) -> str:
     said = f"{', '.join(wanted)}, micro-batches of {candidate.size}"
     if not {*wanted} <= {*known}:
         said += f"; it was in {', '.join(known)}" if known else "; it was not at all"
+    places = {seat.option.weights for seat in seats if seat.option.weights}
+    if unknown := sorted(places - {*candidate.costs.profile.device(seats[0].name).weights}):
+        said += f"; reading weights from the {unknown[0]} was not"
     return f" ({said})"
 
 

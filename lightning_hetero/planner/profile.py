@@ -16,7 +16,7 @@ import msgspec
 import yaml
 
 from ..errors import PlanError, ProfileError
-from ..plan import COORDINATOR, Dtype
+from ..plan import COORDINATOR, Dtype, Weights
 from ..units import parse_bytes
 from ..yaml_file import check_kind, convert, read_yaml
 
@@ -139,6 +139,19 @@ class Timing(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defau
     spread: Share = 0.0
 
 
+class WeightReading(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """How a process reads frozen weights layer by layer, from one of the places of a plan's
+    ``weights``.
+
+    Args:
+        bytes_per_second: The speed from there to where the layers compute.
+        most_bytes: The free space there.
+    """
+
+    bytes_per_second: BytesPerSecond
+    most_bytes: Count
+
+
 class DeviceProfile(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
     """One process and its device.
 
@@ -155,6 +168,7 @@ class DeviceProfile(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omi
             through processes, besides computing: messages, arguments, turns. None is unmeasured,
             and counts as 0.
         largest_micro_batch: The largest micro-batch that fits, if a larger one ran out of memory.
+        weights: How it reads frozen weights layer by layer, by their place.
         versions: Libraries and drivers at the time of the measurements.
         stale: Why the next start measures the device again; empty if it need not.
         confirmed: Whether a second measurement agreed with the first after real steps had
@@ -172,6 +186,7 @@ class DeviceProfile(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omi
     optimizer_bytes: dict[str, Count] = {}
     software_seconds: Seconds | None = None
     largest_micro_batch: Count | None = None
+    weights: dict[Weights, WeightReading] = {}
     versions: dict[str, str] = {}
     stale: str = ""
     confirmed: bool = False

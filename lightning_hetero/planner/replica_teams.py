@@ -291,7 +291,10 @@ class Tables:
 def _ways(holders: Sequence[Holder], request: TeamRequest) -> Iterator[Way]:
     """The ways that all replicas can run. Replicas on workers each step a part of the parameters:
     this is never slower and takes the least memory."""
-    common = [[(option.dtype, option.recompute) for option in h.options] for h in holders]
+    common = [
+        [(option.dtype, option.recompute) for option in h.options if option.weights is None]
+        for h in holders
+    ]
     for dtype, recompute in max(common, key=len):
         # The coordinator recomputes by layers, and its options say no more than that.
         if all((dtype, bool(recompute)) in other for other in common):

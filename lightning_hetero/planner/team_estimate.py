@@ -22,7 +22,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from ..plan import COORDINATOR, Dtype, Recompute, most_started
+from ..plan import COORDINATOR, Dtype, Recompute, Weights, most_started
 from .costs import Holder, Numbers, Option
 from .profile import EMBEDDING
 from .replica_teams import Tables
@@ -96,7 +96,7 @@ class _Column:
         return need + in_flight * self.kept_bytes[layers] <= self.usable_bytes
 
 
-_Columns = dict[tuple[Dtype, Recompute], _Column]
+_Columns = dict[tuple[Dtype, Recompute, Weights | None], _Column]
 """By dtype and recomputation."""
 
 
@@ -212,7 +212,9 @@ class Estimates:
             is_lone_and_useless = (
                 len(team) == 1 and outline.in_flight >= columns[0][way].useful_below
             )
-            if all(way in each for each in columns) and not is_lone_and_useless:
+            # Replicas are not planned with weights that are read layer by layer.
+            is_away = len(team) > 1 and way[2] is not None
+            if all(way in each for each in columns) and not is_lone_and_useless and not is_away:
                 found = self._of_way([each[way] for each in columns], layers, outline)
                 if found is not None:
                     exchange = self._tables.exchange_seconds_per_layer(team) * layers
@@ -242,7 +244,7 @@ class Estimates:
             ends = (EMBEDDING,) if has_embedding else ()
             holder = self._costs.holder(name, self._costs.size(micro_batches), ends)
             self._columns[key] = {
-                (o.dtype, o.recompute): _column(holder, o) for o in holder.options
+                (o.dtype, o.recompute, o.weights): _column(holder, o) for o in holder.options
             }
         return self._columns[key]
 

@@ -14,10 +14,11 @@ from rich.table import Column, Table
 from rich.text import Text
 
 from ..pipeline.placement import Placement
-from ..plan import COORDINATOR, Recompute
+from ..plan import COORDINATOR, Recompute, Weights
 from ..units import (
     in_bytes,
     in_duration,
+    in_layers,
     in_micro_batches,
     in_percent,
     in_percent_apart,
@@ -516,6 +517,7 @@ def sentences(verdict: Verdict) -> list[str]:
         for stage in verdict.stages
         if stage.embedding
     ]
+    lines += _reading(verdict)
     lines += [*_bound_lines(verdict), *_idle_link(verdict.candidate), _single(verdict)]
     lines += [str(verdict.at_once)] if verdict.at_once is not None else []
     lines += _script(verdict)
@@ -664,13 +666,35 @@ def _cells(stage: StageVerdict, has_embedding: bool) -> list[str]:
         stage.device.name,
         stage.device.device,
         _layers_text(stage, has_embedding),
-        stage.option.dtype + _RECOMPUTED[stage.option.recompute],
+        stage.option.dtype + _RECOMPUTED[stage.option.recompute] + _away(stage.option.weights),
         memory if not stage.is_another else "as above",
         in_duration(stage.forward_seconds),
         in_duration(stage.backward_seconds),
         in_duration(stage.link_seconds),
         in_percent(stage.busy_share) if not stage.is_another else "as above",
     ]
+
+
+def _away(weights: Weights | None) -> str:
+    return "" if weights is None else f", weights on {weights}"
+
+
+def _reading(verdict: Verdict) -> Iterator[str]:
+    """The cost of reading weights layer by layer, for each seat with such weights."""
+    for seat in verdict.candidate.seats:
+        if seat.option.weights is None:
+            continue
+        holder, (first, end) = verdict.candidate.holder(seat), seat.layers
+        here = holder.option(seat.option.dtype, "layers")
+        num_bytes = float(seat.option.frozen_bytes[end] - seat.option.frozen_bytes[first])
+        place = "its disk" if seat.option.weights == "disk" else "its main memory"
+        seconds, without = (float(o.seconds(first, end)) for o in (seat.option, here))
+        yield (
+            f"{seat.name} reads {in_layers(seat.num_layers)} from {place}, {in_bytes(num_bytes)} "
+            "for each forward and each backward: a micro-batch takes "
+            f"{in_duration(seconds)} there, and with all weights in memory it would take "
+            f"{in_duration(without)}"
+        )
 
 
 def _layers_text(stage: StageVerdict, has_embedding: bool) -> str:

@@ -17,7 +17,7 @@ from pathlib import Path
 from lightning_utilities.core.rank_zero import rank_zero_info
 from msgspec import structs
 
-from ..atomic_file import replacing
+from ..atomic_file import folder_in_cache, replacing
 from ..errors import ProfileError
 from ..plan import COORDINATOR
 from ..planner.drift import Misjudged
@@ -100,13 +100,7 @@ def _write(path: Path, profile: Profile) -> bool:
 
 def cache_folder() -> Path | None:
     """The folder of this user's cached profiles, if the user has a home folder."""
-    folder = os.environ.get("XDG_CACHE_HOME", "")
-    try:
-        # As its specification says, a relative one is invalid and ignored.
-        base = Path(folder) if os.path.isabs(folder) else Path.home() / ".cache"
-    except RuntimeError:
-        return None
-    return base / "lightning-hetero" / "profiles"
+    return folder_in_cache("profiles")
 
 
 def cache_file(identity: ModelIdentity) -> Path | None:

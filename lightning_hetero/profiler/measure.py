@@ -10,6 +10,7 @@ from functools import partial
 from pathlib import Path
 
 from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
+from msgspec.structs import replace
 
 from .._lightning import MisconfigurationException, pl
 from ..coordinator.connections import Connections
@@ -151,11 +152,11 @@ def usable_memory(described: Described) -> dict[str, int]:
 
 
 def describe_workers(
-    connections: Connections, names: Sequence[str]
+    connections: Connections, names: Sequence[str], with_reading: bool = False
 ) -> dict[str, m.DeviceDescribed]:
-    """The devices of workers, in the order of the names."""
+    """The devices of workers, in the order of the names, perhaps with how they read weights."""
     send, named = connections.requests.send, connections.named
-    answers = {name: send(named(name), m.DescribeDevice()) for name in names}
+    answers = {name: send(named(name), m.DescribeDevice(with_reading)) for name in names}
     return {name: answer.result(m.DeviceDescribed) for name, answer in answers.items()}
 
 
@@ -330,6 +331,7 @@ class Measuring:
             self._settle(model, results, ends)
         if COORDINATOR in names:
             results[COORDINATOR] = _with_ends(results[COORDINATOR], ends)
+        described = {**self.described, **self._described_with_reading(workers)}
         software = measure_software(self.sighting)
         for name in names:
             is_here = name == COORDINATOR
@@ -339,14 +341,21 @@ class Measuring:
             version=VERSION,
             model=model,
             devices=[
-                results[name].profile(name, self.described[name], memory_bytes[name])
-                for name in names
+                results[name].profile(name, described[name], memory_bytes[name]) for name in names
             ],
             links=links,
             batch_size=self.sighting.batch_size * self.sighting.window,
             window=self.sighting.window,
             settings=dict(identity.settings),
         )
+
+    def _described_with_reading(self, workers: Sequence[str]) -> Described:
+        """The devices of workers, and how they read frozen weights, one machine after the other."""
+        found = {}
+        for name in workers:
+            (described,) = describe_workers(self.connections, [name], with_reading=True).values()
+            found[name] = replace(self.described[name], weights=described.weights)
+        return found
 
     @property
     def _subject(self) -> Subject:

@@ -27,7 +27,7 @@ from ..coordinator.requests import Answer
 from ..errors import StageFailed
 from ..pipeline.bench import MOST_SPREAD, Bench, Clock, LayerTrial, OptimizerTrial, attempt
 from ..plan import Dtype
-from ..planner.profile import ENDS, DeviceProfile, ModelProfile, Timing
+from ..planner.profile import ENDS, DeviceProfile, ModelProfile, Timing, WeightReading
 from ..protocol import messages as m
 from .measured_model import LayerJob
 
@@ -381,6 +381,10 @@ class DeviceResult:
             optimizer_bytes={k: found.state_bytes for k, found in self.optimizers.items()},
             software_seconds=self.software_seconds,
             largest_micro_batch=self.largest_micro_batch,
+            weights={
+                place: WeightReading(found.bytes_per_second, found.most_bytes)
+                for place, found in described.weights.items()
+            },
             versions=described.versions,
         )
 

@@ -8,7 +8,7 @@ from typing import Annotated
 
 import msgspec
 
-from ..plan import Dtype
+from ..plan import Dtype, Weights
 from .bases import (
     IdleAnswer,
     IdleRequest,
@@ -43,9 +43,17 @@ from .values import ParameterSpec, Value
 
 
 class DescribeDevice(IdleRequest, frozen=True):
-    """Asks for a description of the worker's device."""
+    """Asks for a description of the worker's device, perhaps with how it reads frozen weights."""
 
     answers = ("DeviceDescribed",)
+    with_reading: bool = False
+
+
+class ReadingMeasured(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """How fast frozen weights are read, and how many bytes of them have a place."""
+
+    bytes_per_second: Annotated[float, msgspec.Meta(gt=0, le=1e18)]
+    most_bytes: Count
 
 
 class DeviceDescribed(IdleAnswer, Words, frozen=True):
@@ -57,6 +65,7 @@ class DeviceDescribed(IdleAnswer, Words, frozen=True):
     base_bytes: Count
     dtypes: list[Dtype]
     versions: dict[Name, Name]
+    weights: dict[Weights, ReadingMeasured] = {}
 
 
 class PrepareLayers(IdleRequest, frozen=True):

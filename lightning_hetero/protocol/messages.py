@@ -58,6 +58,7 @@ from .measurements import OptimizerMeasured as OptimizerMeasured
 from .measurements import PrepareLayers as PrepareLayers
 from .measurements import Probe as Probe
 from .measurements import ProbeAnswer as ProbeAnswer
+from .measurements import ReadingMeasured as ReadingMeasured
 from .measurements import Record as Record
 from .measurements import StageRecord as StageRecord
 from .measurements import Status as Status

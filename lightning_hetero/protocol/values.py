@@ -20,7 +20,7 @@ import msgspec
 from torch import Tensor
 
 from ..errors import LocalProtocolError, ModelError, RemoteProtocolError
-from ..plan import Dtype, Recompute, WireDtype
+from ..plan import Dtype, Recompute, Weights, WireDtype
 from .fields import Count, LayerNumber, Name, Text
 from .tensor_bytes import DTYPES, TensorSpec, dtype_name, tensor_bytes
 
@@ -276,6 +276,7 @@ class StageSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             worker has the stage.
         is_split: Whether only owners step an optimizer.
         constants: The tensors with copies in other processes; a forward must not change them.
+        weights: Where the frozen weights are between their uses, if not on the device.
     """
 
     number: Annotated[int, msgspec.Meta(ge=1, le=2**20)]
@@ -290,6 +291,7 @@ class StageSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     owners: list[Count] = []
     is_split: bool = False
     constants: list[Name] = []
+    weights: Weights | None = None
 
 
 class PeerSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING
 
 from torch import Tensor, nn
 
@@ -18,6 +19,9 @@ from ..protocol.tensor_bytes import TensorSpec, fingerprint_of
 from ..transport.channel import Channel, Handler
 from .owner import Host
 
+if TYPE_CHECKING:
+    from .streamed_weights import StreamedWeights
+
 # The most tensors of a GPU on their way at once: each is copied to main memory before sending.
 MOST_COPIES = 2
 
@@ -28,14 +32,18 @@ class SessionLayers:
     Args:
         coordinator: The channel to the coordinator.
         host: The worker of the session.
+        stream: Makes the reader of a stage with `weights` in the plan.
 
     Attributes:
         numbered: The present layers by their numbers.
         leaving: The tensors of former layers, by name; they may still go to other processes.
         handlers: The handler of each kind of message.
+        streamed: The weights of stages that read them layer by layer, by the stages' numbers.
     """
 
-    def __init__(self, coordinator: Channel, host: Host) -> None:
+    def __init__(
+        self, coordinator: Channel, host: Host, stream: Callable[..., StreamedWeights]
+    ) -> None:
         self.numbered: dict[int, nn.Module] = {}
         self.leaving: dict[str, Content] = {}
         self.handlers: dict[type, Handler] = {
@@ -47,8 +55,10 @@ class SessionLayers:
         }
         self._coordinator = coordinator
         self._host = host
+        self._stream = stream
         self._specs: dict[str, m.ParameterSpec] = {}
         self._missing: set[str] = set()
+        self.streamed: dict[int, StreamedWeights] = {}
 
     def build(self, message: m.Deploy) -> list[nn.ModuleDict]:
         """Build the layers of stages, with the content of their kept tensors.
@@ -67,20 +77,64 @@ class SessionLayers:
         if twice := [number for number, count in numbers.items() if count > 1]:
             raise ModelError(f"The layers {twice[:5]} are in two stages of this worker.")
         specs = {spec.name: spec for stage in message.stages for spec in stage.parameters}
+        self.rest()
         former = _contents(self.numbered)
         if lost := [name for name in message.kept if name not in former or name not in specs]:
             raise ModelError(
                 f"This worker cannot go on with the tensors {lost[:5]}: it lacks them."
             )
+        streamed = self._streamed_of(message.stages, built)
         self.numbered, self.leaving = {}, former
         for layers in built:
             self.numbered |= numbered_layers(layers)
         self._specs = specs
         self._missing = set(specs)
+        was_away = {name for each in self.streamed.values() for name in each.names}
+        self._close_readers()
+        self.streamed = streamed
         for name in message.kept:
-            self._put(name, former[name])
+            content = former[name]
+            self._put(name, content.on(self._host.device) if name in was_away else content)
             del former[name]  # not before it is in its place
         return built
+
+    def _streamed_of(
+        self, stages: Sequence[m.StageSpec], built: Sequence[nn.ModuleDict]
+    ) -> dict[int, StreamedWeights]:
+        """The readers of stages with `weights` in the plan; known layers stay in their homes.
+
+        Raises:
+            ModelError: If this worker lacks a place for weights.
+        """
+        homes = {n: home for each in self.streamed.values() for n, home in each.homes.items()}
+        return {
+            stage.number: self._stream(stage, numbered_layers(layers), self._host.device, homes)
+            for stage, layers in zip(stages, built, strict=True)
+            if stage.weights is not None
+        }
+
+    def rest(self) -> None:
+        """Let all streamed weights be at home, with unchanging addresses."""
+        for each in self.streamed.values():
+            each.rest()
+
+    def hold(self, name: str) -> None:
+        """Keep a parameter here, since it is about to train."""
+        for each in self.streamed.values():
+            if name in each.names:
+                content = each.hold(name)
+                set_tensor(self.numbered, name, content.tensor, content.state)
+
+    def _drop_pages(self, name: str) -> None:
+        """Free the memory taken by reading a streamed tensor as a whole."""
+        for each in self.streamed.values():
+            if name in each.names:
+                each.drop(name)
+
+    def _close_readers(self) -> None:
+        for each in self.streamed.values():
+            each.close()
+        self.streamed = {}
 
     def take(self, name: str, content: Content) -> None:
         """Put a tensor of another worker into its place.
@@ -101,6 +155,7 @@ class SessionLayers:
 
     def retire(self) -> None:
         """Drop the layers."""
+        self._close_readers()
         self.numbered, self.leaving = {}, {}
 
     @property
@@ -152,6 +207,7 @@ class SessionLayers:
             said = m.TensorContent(name, list(state), request=message.request)
             self._coordinator.send(said, tensor, *state.values())
             self._coordinator.wait_until_sent(MOST_COPIES)
+            self._drop_pages(name)
         self._coordinator.send(m.Done(request=message.request))
 
     def _on_fetch_gradients(self, message: m.FetchGradients, _tensors: tuple[Tensor, ...]) -> None:
@@ -167,7 +223,10 @@ class SessionLayers:
     def _on_fetch_fingerprints(
         self, message: m.FetchFingerprints, _tensors: tuple[Tensor, ...]
     ) -> None:
-        found = [fingerprint_of(self.content(name).parts) for name in message.names]
+        found = []
+        for name in message.names:
+            found.append(fingerprint_of(self.content(name).parts))
+            self._drop_pages(name)
         self._coordinator.send(m.Fingerprints(found, request=message.request))
 
     def set_attributes(self, message: m.SetAttributes) -> None:
@@ -194,6 +253,8 @@ class SessionLayers:
         if self._missing:
             raise ModelError(f"The tensors {sorted(self._missing)[:5]} did not come.")
         self.leaving = {}
+        for each in self.streamed.values():
+            each.sync()
 
     def content(self, name: str) -> Content:
         """The content of a tensor, also while it is leaving."""
@@ -213,7 +274,11 @@ class SessionLayers:
         tensor = content.tensor
         if format_of(owner, leaf) is None:
             tensor = narrowed(tensor, self._specs[name].tensor.torch_dtype)
-        set_tensor(self.numbered, name, tensor, content.state)
+        content = Content(tensor, content.state)
+        for each in self.streamed.values():
+            if name in each.names:
+                content = each.keep(name, content)
+        set_tensor(self.numbered, name, content.tensor, content.state)
         self._missing.discard(name)
 
 

@@ -213,6 +213,8 @@ class SessionOptimizers:
         optimizer.load_state(message.parameter, unpack(message.state, tensors))
 
     def _on_set_trained(self, message: m.SetTrained, _tensors: tuple[Tensor, ...]) -> None:
+        for name in message.parameters if message.requires_grad else ():
+            self._layers.hold(name)
         for parameter in self._layers.named_parameters(message.parameters):
             parameter.requires_grad_(message.requires_grad)
         if self._is_averaging and message.requires_grad:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 import weakref
+from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -15,6 +16,7 @@ import torch
 from ..devices.device import device_for
 from ..errors import ModelError, RemoteProtocolError
 from ..model.allowed_imports import Allowed
+from ..model.layers import is_end
 from ..protocol import messages as m
 from ..protocol.tensor_bytes import Buffer
 from ..recovery import LINGER_SECONDS
@@ -91,7 +93,7 @@ class Owner:
         free_bytes = max(0, self.memory_bytes - found.base_bytes)
         return msgspec.structs.replace(found, free_bytes=min(free_bytes, found.free_bytes))
 
-    def check_stage(self, parameters: Iterable[m.ParameterSpec]) -> None:
+    def check_stages(self, stages: Iterable[m.StageSpec]) -> None:
         """Refuse too large layers before they are built, by their weights and gradients alone.
 
         Raises:
@@ -99,8 +101,7 @@ class Owner:
         """
         if self.memory_bytes is None:
             return
-        # A gradient is as large as its parameter.
-        needed_bytes = sum((1 + spec.requires_grad) * spec.tensor.num_bytes for spec in parameters)
+        needed_bytes = sum(map(_held_bytes, stages))
         if needed_bytes > self.memory_bytes:
             raise ModelError(
                 f"These layers need {_sized(needed_bytes)} for their weights and gradients, and "
@@ -180,6 +181,20 @@ class Host:
     identity: Identity
     owner: Owner
     beside: Beside = field(default_factory=Beside)
+
+
+def _held_bytes(stage: m.StageSpec) -> int:
+    """The bytes of a stage's weights and gradients; of weights read layer by layer, the two largest
+    layers count."""
+    held, away = 0, Counter[str]()
+    for spec in stage.parameters:
+        number = spec.name.partition(".")[0]
+        if stage.weights is None or spec.requires_grad or is_end(int(number)):
+            # A gradient is as large as its parameter.
+            held += (1 + spec.requires_grad) * spec.tensor.num_bytes
+        else:
+            away[number] += spec.tensor.num_bytes
+    return held + sum(num_bytes for _, num_bytes in away.most_common(2))
 
 
 def _sized(amount: int) -> str:

@@ -80,7 +80,7 @@ from .optimizers import SessionOptimizers
 from .owner import Host, ServedRun
 from .parts import SessionSite, no_part
 from .timing import SessionTiming
-from .wings import holder_of, session_parts
+from .wings import holder_of, session_parts, streamed_weights
 
 if TYPE_CHECKING:
     from ..transport.line import Line
@@ -158,7 +158,7 @@ class StageSession:
         self._runner = Runner([])
         self._narrowings: dict[int, Narrowing] = {}
         self._constants = KeptConstants()
-        self._layers = SessionLayers(coordinator, host)
+        self._layers = SessionLayers(coordinator, host, streamed_weights)
         self._timing = SessionTiming(host.device, self._neighbors)
         self._recorder = self._timing.recorder
         self._replicas = holder_of(self._layers, self._copies, self._neighbors)
@@ -516,7 +516,7 @@ class StageSession:
         for part in self._parts:
             part.before_deploy()
         parameters = [each for stage in message.stages for each in stage.parameters]
-        self._host.owner.check_stage(parameters)
+        self._host.owner.check_stages(message.stages)
         if self._budget is not None:
             self._budget.reserve(parameters)
         built = self._layers.build(message)
@@ -549,6 +549,7 @@ class StageSession:
             dtype=dtype,
             compiled=CompiledLayers() if spec.compile else None,
             state=LayerState(numbered_layers(layers), len(spec.holders) > 1, spec.constants),
+            weights=self._layers.streamed.get(spec.number),
         )
 
     def _on_launch(self, message: m.Launch, _tensors: tuple[Tensor, ...]) -> None:

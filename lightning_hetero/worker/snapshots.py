@@ -74,6 +74,7 @@ class SessionSnapshots(SessionPart):
 
     def _note_changes(self) -> None:
         """Note which tensors may have changed."""
+        self._layers.rest()
         for name, state in self._states():
             _, _, tensor = locate(self._layers.numbered, name)
             # Some optimizers change parameters without torch's notice.

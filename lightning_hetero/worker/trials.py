@@ -7,6 +7,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+import torch
 from msgspec import structs
 from torch import Tensor
 from typing_extensions import override
@@ -16,6 +17,7 @@ from ..devices.device import device_for
 from ..errors import ModelError, WorkerUnreachable
 from ..pipeline.bench import Bench, LayerTrial, OptimizerTrial, attempt
 from ..pipeline.stage_layers import build_for_values
+from ..plan import Weights
 from ..protocol import messages as m
 from ..transport.channel import Channel, Handler, Inbox
 from ..transport.link_probe import exchange_over, measure_link, payload
@@ -33,12 +35,18 @@ class SessionTrials(SessionPart):
         host: The worker; the tensors that it keeps count as free memory.
         dial_neighbor: Opens a channel, not started yet, to the worker at an address that serves the
             session of that name; this worker has the number that is given.
+        measure_reading: Measures how fast a device gets frozen weights, by their place.
     """
 
     def __init__(
-        self, coordinator: Channel, host: Host, dial_neighbor: Callable[[str, str, int], Channel]
+        self,
+        coordinator: Channel,
+        host: Host,
+        dial_neighbor: Callable[[str, str, int], Channel],
+        measure_reading: Callable[[torch.device], dict[Weights, m.ReadingMeasured]],
     ) -> None:
         self._coordinator = coordinator
+        self._measure_reading = measure_reading
         self._host = host
         self._dial_neighbor = dial_neighbor
         self._bench: Bench | None = None
@@ -64,7 +72,9 @@ class SessionTrials(SessionPart):
     def _on_describe_device(self, message: m.DescribeDevice, _tensors: Any) -> None:
         self.is_measuring = True
         description = self._host.owner.description(describe_device(self._host.device))
-        self._coordinator.send(structs.replace(description, request=message.request))
+        weights = self._measure_reading(self._host.device) if message.with_reading else {}
+        answer = structs.replace(description, weights=weights, request=message.request)
+        self._coordinator.send(answer)
 
     def _answer(
         self, measure: Callable[[Any, Any], m.Message], message: Any, tensors: tuple[Tensor, ...]

@@ -2,12 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from importlib.util import find_spec
+from typing import TYPE_CHECKING
+
+import torch
+from torch import nn
 
 from ..devices.copies import Copies
+from ..plan import Weights
+from ..protocol import messages as m
 from .layers import SessionLayers
 from .neighbors import SessionNeighbors
-from .parts import SessionPart, SessionSite, SoleHolder
+from .parts import SessionPart, SessionSite, SoleHolder, no_part
+
+if TYPE_CHECKING:
+    from .streamed_weights import Home, StreamedWeights
 
 
 def session_parts(site: SessionSite) -> list[SessionPart]:
@@ -16,7 +26,9 @@ def session_parts(site: SessionSite) -> list[SessionPart]:
     if _has("trials"):
         from .trials import SessionTrials
 
-        found.append(SessionTrials(site.coordinator, site.host, site.dial_neighbor))
+        found.append(
+            SessionTrials(site.coordinator, site.host, site.dial_neighbor, measured_reading)
+        )
     if _has("telemetry"):
         from .telemetry import SessionTelemetry
 
@@ -49,6 +61,33 @@ def holder_of(layers: SessionLayers, copies: Copies, neighbors: SessionNeighbors
     from .replicas import SessionReplicas
 
     return SessionReplicas(layers, copies, neighbors.pass_on, neighbors.channel_to)
+
+
+def streamed_weights(
+    stage: m.StageSpec,
+    layers: Mapping[int, nn.Module],
+    device: torch.device,
+    homes: Mapping[int, Home],
+) -> StreamedWeights:
+    """The reader of the frozen weights of a stage, layer by layer.
+
+    Raises:
+        ModelError: If this worker lacks the part for it, or a place for the weights.
+    """
+    if not _has("streamed_weights"):
+        raise no_part("weights that are read layer by layer")
+    from .streamed_weights import StreamedWeights
+
+    return StreamedWeights(stage, layers, device, homes)
+
+
+def measured_reading(device: torch.device) -> dict[Weights, m.ReadingMeasured]:
+    """How fast frozen weights are read, by their place; empty without the part for it."""
+    if not _has("streamed_weights"):
+        return {}
+    from .streamed_weights import measured_reading
+
+    return measured_reading(device)
 
 
 def _has(wing: str) -> bool:

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from lightning_hetero import HeteroPipelineStrategy, Plan, StagePlan
 from lightning_hetero.pipeline.driver import Driver
+from lightning_hetero.plan import Weights
 
 from ..equality import assert_close
 from ..integration.generation import Generating
@@ -111,6 +112,51 @@ def test_streams_change_no_bit(
     expected = run(plain_workers, "fake:0")
     wait_for_copies(False)
     found = run([first_worker, second_worker], "fake:1")
+    assert differing(found, expected) == []
+
+
+class HalfFrozen(Module):
+    """Most weights of the layers are frozen, then more of them train, then fewer."""
+
+    def __init__(self) -> None:
+        super().__init__(NUM_LAYERS, attention_dropout=0.3)
+        self.train_only("mlp")
+
+    def train_only(self, *parts: str) -> None:
+        for name, parameter in self.named_parameters():
+            parameter.requires_grad_(any(part in name for part in parts))
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        if batch_idx == 2:
+            self.train_only("mlp", "v_proj")
+
+
+def read_by_layers(workers: Sequence[str], device: str, weights: Weights | None) -> Found:
+    """Most weights of the layers are frozen; layers move, and an evaluation is between."""
+    again: Any = {"recompute": "layers", "weights": weights}
+    first, second = line(workers, (1, 4, 5), **again), line(workers, (1, 2, 4), **again)
+    strategy = HeteroPipelineStrategy(workers, first)
+    return result_of(
+        fit(
+            HalfFrozen(),
+            strategy,
+            loader(4 * BATCH_SIZE, BATCH_SIZE, padded=True),
+            loader(BATCH_SIZE, BATCH_SIZE),
+            callbacks=[Moves({3: second})],
+            gradient_clip_val=0.5,
+            val_check_interval=2,
+            **on(device),
+        )
+    )
+
+
+@pytest.mark.parametrize("weights", keeping(["host"], ["host", "disk"]))
+@on_fake_device
+def test_weights_that_are_read_layer_by_layer_change_no_bit(
+    weights: Weights, first_worker: str, second_worker: str, plain_workers: list[str]
+) -> None:
+    expected = read_by_layers(plain_workers, "fake:0", None)
+    found = read_by_layers([first_worker, second_worker], "fake:1", weights)
     assert differing(found, expected) == []
 
 

@@ -5,12 +5,19 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
+import peft
 import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from lightning_hetero import HeteroPipelineStrategy, Plan, StagePlan
+from lightning_hetero.errors import WorkerError
+from lightning_hetero.plan import Weights
+
 from ..conftest import worker_process
+from ..equality import differing
 from ..forked import running_script
+from ..models import TinyModule, fit, loader
 from ..pairwise import repeats
 
 CONFIG = LlamaConfig(
@@ -40,6 +47,10 @@ now = int(re.findall(r"VmData:\\s+(\\d+) kB", Path("/proc/self/status").read_tex
 resource.setrlimit(resource.RLIMIT_DATA, (now + {limit_bytes},) * 2)
 """
 
+
+# The frozen weights of these layers are 378 MiB.
+DEEP_CONFIG = LlamaConfig(**{**CONFIG.to_dict(), "num_hidden_layers": 14})
+LIMIT_OF_FROZEN_BYTES = 120 * 2**20
 
 LIMIT, LIMIT_OF_BLOCKS = limited(LIMIT_BYTES), limited(LIMIT_OF_BLOCKS_BYTES)
 TRAINING = f"""{LIMIT}
@@ -164,3 +175,41 @@ def test_two_workers_train_blocks_of_torch_that_one_process_cannot_train() -> No
     ):
         assert_falls(*train(TRAINING_OF_BLOCKS, first.address, second.address))
     assert_lacks_memory(*train(TRAINING_OF_BLOCKS))
+
+
+class Adapted(TinyModule):
+    """Adapters on frozen layers."""
+
+    def __init__(self) -> None:
+        super().__init__(1)
+        torch.manual_seed(1)
+        lora = peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj"], init_lora_weights=False)
+        self.model = peft.get_peft_model(LlamaForCausalLM(DEEP_CONFIG), lora)
+
+
+def train_adapters(plan: Plan) -> Adapted:
+    strategy = HeteroPipelineStrategy([w for w in plan.workers if w != "coordinator"], plan)
+    return fit(Adapted(), strategy, loader(12, 4))
+
+
+@repeats("integration/test_streamed_weights.py::test_weights_on_disk_have_the_bits_of_one_device")
+@pytest.mark.skipif(sys.platform != "linux", reason="RLIMIT_DATA counts mappings on Linux alone")
+@pytest.mark.filterwarnings("ignore:The plan has no stage on a worker")
+def test_a_worker_trains_layers_three_times_as_large_as_its_memory() -> None:
+    layers = Adapted().model.base_model.model.model.layers
+    frozen = sum(p.nbytes for p in layers.parameters() if not p.requires_grad)
+    assert frozen >= 3 * LIMIT_OF_FROZEN_BYTES
+
+    def on(worker: str, weights: Weights | None) -> Plan:
+        stage = StagePlan([worker], (0, 14), recompute="layers", weights=weights)
+        return Plan([stage], micro_batches=2)
+
+    alone = Plan([StagePlan(["coordinator"], (0, 14))], micro_batches=2)
+    expected = train_adapters(alone)
+    limit = limited(LIMIT_OF_FROZEN_BYTES)
+    with worker_process(before=limit) as worker:
+        found = train_adapters(on(worker.address, "disk"))
+        assert found.losses == expected.losses
+        assert differing(found, expected) == []
+        with pytest.raises(WorkerError, match="(?i)memory"):
+            train_adapters(on(worker.address, None))

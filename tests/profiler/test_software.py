@@ -47,6 +47,9 @@ def test_a_profile_has_it_and_an_older_one_counts_none(
 
     found = trained()
     assert all((each.software_seconds or 0) > 0 for each in found.devices)
+    own, worker = found.devices
+    assert own.weights == {}
+    assert worker.weights["disk"].bytes_per_second > 0
     older = [replace(each, software_seconds=None) for each in found.devices]
     replace(found, devices=older).to_yaml(path)
     with caplog.at_level(logging.INFO):

@@ -24,6 +24,7 @@ from lightning_hetero.worker.layers import SessionLayers
 from lightning_hetero.worker.moves import SessionMoves
 from lightning_hetero.worker.optimizers import SessionOptimizers
 from lightning_hetero.worker.owner import Host, Owner
+from lightning_hetero.worker.wings import streamed_weights
 
 from ..models import tiny_llama
 
@@ -50,7 +51,7 @@ class OneWorker:
         self.coordinator, self.others = FakeChannel(), FakeChannel()
         host = Host(torch.device("cpu"), Deadlines(), Allowed(), Identity(), Owner())
         coordinator = cast(Channel, self.coordinator)
-        self.layers = SessionLayers(coordinator, host)
+        self.layers = SessionLayers(coordinator, host, streamed_weights)
         self.training = SessionOptimizers(
             coordinator,
             self.layers,

@@ -23,7 +23,7 @@ from lightning_hetero.pipeline.bench import LayerTrial, OptimizerTrial
 from lightning_hetero.pipeline.boundary import Surroundings
 from lightning_hetero.plan import Plan, StagePlan
 from lightning_hetero.planner.profile import Link, in_series
-from lightning_hetero.profiler.measure import measure_links, prepare_workers
+from lightning_hetero.profiler.measure import describe_workers, measure_links, prepare_workers
 from lightning_hetero.profiler.measured_model import Blueprint
 from lightning_hetero.profiler.trials import Outcome, Trial
 from lightning_hetero.protocol import messages as m
@@ -194,6 +194,14 @@ def test_those_that_are_not_kept_are_free_for_others(coordinator: Coordinator) -
     other = Coordinator([("two", address)], Deadlines(), Identity())
     other.close()
     assert isinstance(ask(coordinator, m.DescribeDevice()), m.DeviceDescribed)
+
+
+def test_reading_of_weights_is_measured_if_it_is_asked_for(coordinator: Coordinator) -> None:
+    found = describe_workers(coordinator.connections, ["one"], with_reading=True)["one"]
+    assert found.weights["disk"].bytes_per_second > 0
+    assert found.weights["disk"].most_bytes > 0
+    assert "host" not in found.weights
+    assert describe_workers(coordinator.connections, ["one"])["one"].weights == {}
 
 
 def test_what_cannot_be_built_is_said(coordinator: Coordinator) -> None:
