@@ -41,6 +41,7 @@ WINGS = {
     "replicas": ["coordinator.replicas", "worker.replicas"],
     "report": ["report"],
     "streamed_weights": ["devices.weight_file", "worker.streamed_weights"],
+    "token_slices": ["coordinator.token_slices"],
     "telemetry": ["coordinator.telemetry", "telemetry", "worker.telemetry"],
     "verify": ["verify"],
 }
@@ -116,8 +117,9 @@ try:
     said(given)
     said(half, Moves(), check_first_batch="off")
     said(Plan([StagePlan(["coordinator", address], (0, 5))], 3), check_first_batch="off")
+    said(given, check_first_batch="off", micro_batching="tokens")
     print("trained")
-    said(given, check_first_batch="off")
+    said(given, check_first_batch="off", micro_batching="boundary")
 finally:
     os.kill(worker, 9)
 """
@@ -162,10 +164,12 @@ def test_the_core_trains_without_a_wing(wing: str, whole: str, tmp_path: Path) -
 @pytest.mark.follows("install the whole package, or set `check_first_batch='off'`.")
 @pytest.mark.follows("install the whole package, or leave layers where they are.")
 @pytest.mark.follows("install the whole package, or take 'coordinator' out of the stage.")
+@pytest.mark.follows("install the whole package, or use `micro_batching='boundary'`.")
 @pytest.mark.follows("install the whole package there.")
 def test_what_is_missing_is_named(whole: str, tmp_path: Path) -> None:
     """With the whole package all of it trains, as other tests show."""
     missing = ["planner", "replan", "guard", "coordinator.moves"]
+    missing.append("coordinator.token_slices")
     of_worker = words_without(tmp_path / "worker", REFUSED, *missing, "worker.replicas")
     of_coordinator = words_without(tmp_path / "here", REFUSED, *missing, "coordinator.replicas")
     for output, last in (
@@ -178,6 +182,7 @@ def test_what_is_missing_is_named(whole: str, tmp_path: Path) -> None:
             "`replan=True` needs `lightning_hetero.replan`",
             "Nothing checks this run for wrong numbers",
             "cannot move layers, since `coordinator.moves` is missing",
+            "cannot cut sequences along their tokens, since `coordinator.token_slices` is missing",
             last,
         )
         assert [text for text in wanted if text not in before] == []

@@ -56,6 +56,7 @@ from .worker_stages import RemoteStage, remote_stages
 if TYPE_CHECKING:
     from .replicas import HostedReplicas
     from .session import Coordinator
+    from .token_slices import TokenSlices
 
 _MOST_NAMES = 12
 # How often buffers are updated, and the remedy.
@@ -168,8 +169,19 @@ class Deployment:
             batches.check,
             lambda: self.trained.told,
         )
+        self._slices: TokenSlices | None = None
+        if batches.along_tokens:
+            modules = {number: layer.module for number, layer in enumerate(layers)}
+            self._slices = self._parts.slices(modules, plan, batches.check)
         self.hand_overs = HandOvers(
-            coordinator.stages, recorder, self._away, plan, batches, self._follow, twins
+            coordinator.stages,
+            recorder,
+            self._away,
+            plan,
+            batches,
+            self._follow,
+            twins,
+            self._slices,
         )
         self._hollow = HollowLayers(
             away,
@@ -355,7 +367,9 @@ class Deployment:
             self._hollow.hollow()
             if LOSS_LAYER in self._away:
                 hooks.callback(self._labels.hand_over_loss(self._root, self.layers))
-            self._adjusted += prepare_own(self._root, self.layers, self.plan, self.draws)
+            self._adjusted += prepare_own(
+                self._root, self.layers, self.plan, self.draws, self._slices
+            )
             return hooks.pop_all()
 
     @property

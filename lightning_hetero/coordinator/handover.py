@@ -68,6 +68,7 @@ from .parts import NoTwins
 
 if TYPE_CHECKING:
     from .steps import RemoteStages
+    from .token_slices import TokenSlices
 
 # Other visits of a step have smaller numbers.
 _FIRST_TWIN = 8 * FIRST_TRIAL
@@ -408,6 +409,7 @@ class HandOvers:
         follow: Brings the stages up to date before hidden states leave; its argument is whether a
             backward follows.
         twins: Compares the layers on workers with the layers here.
+        slices: Cuts hand-overs with gradients along their tokens; None to cut along the samples.
 
     Attributes:
         plan: The deployed plan.
@@ -423,8 +425,10 @@ class HandOvers:
         options: BatchOptions,
         follow: Callable[[bool], None],
         twins: NoTwins,
+        slices: TokenSlices | None = None,
     ) -> None:
         self.twins = twins
+        self._slices = slices
         self._stages = stages
         self._recorder = recorder
         self._plan = plan
@@ -562,14 +566,20 @@ class HandOvers:
     def _exchange_whole(self, request: Request, visits: Iterator[int]) -> Activation:
         grad_enabled = request.surroundings.grad_enabled
         self._follow(grad_enabled)
-        pieces, dim = self._whole_batches.pieces(request)
-        self._compare_twins(pieces, request)
+        slices = self._slices if grad_enabled else None
+        if slices is None:
+            pieces, dim = self._whole_batches.pieces(request)
+            self._compare_twins(pieces, request)
+        else:
+            pieces, dim = slices.pieces(request, self._try), 1
+            self._compare_twins([slices.prefix(request)], request)
         visit = next(visits)
         if not grad_enabled:
             return self._join(pieces, dim, visit)
         # The backward of reentrant checkpointing calls layers after a forward without gradients.
         self._has_graph = self._has_graph or not _is_in_backward()
-        exchange = Exchange(self._stages, visit, self._plan.max_in_flight, dim)
+        under_way = self._plan.max_in_flight
+        exchange = Exchange(self._stages, visit, under_way, dim, slices is not None)
         others = [*request.surroundings.carried.values()]
         return exchange_whole(request.hidden, exchange, pieces, others)
 

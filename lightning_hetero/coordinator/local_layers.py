@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext, suppress
-from functools import cached_property
-from typing import Any
+from functools import cached_property, partial
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -23,6 +23,9 @@ from ..pipeline.stage import compiled, run_with_arguments_kept
 from ..plan import COORDINATOR, Plan, StagePlan
 from ..protocol.messages import Equipment
 from .worker_stages import obstacles_to_compiling
+
+if TYPE_CHECKING:
+    from .token_slices import TokenSlices
 
 
 def check_can_be_compiled(layers: Sequence[DecoderLayer], plan: Plan, equipment: Equipment) -> None:
@@ -52,7 +55,9 @@ def adjust_own(
     return adjusted
 
 
-def seed_own(layers: Mapping[int, nn.Module], draws: Draws) -> list[Callable[[], None]]:
+def seed_own(
+    layers: Mapping[int, nn.Module], draws: Draws, slices: TokenSlices | None = None
+) -> list[Callable[[], None]]:
     """Let the coordinator's layers draw the random numbers of a worker in their place.
 
     Call it after `adjust_own`: a layer that runs again below restores its generators by itself.
@@ -60,11 +65,17 @@ def seed_own(layers: Mapping[int, nn.Module], draws: Draws) -> list[Callable[[],
     Args:
         layers: The layers by their numbers.
         draws: Knows the place in the step.
+        slices: Cuts their forwards along the tokens; None without cuts.
 
     Returns:
         Functions that make the layers ordinary again.
     """
-    return [_Seeded(layer, number, draws).put_on().take_off for number, layer in layers.items()]
+    return [
+        _Seeded(layer, number, draws, None if number == EMBEDDING_LAYER else slices)
+        .put_on()
+        .take_off
+        for number, layer in layers.items()
+    ]
 
 
 def is_seeded(layer: nn.Module) -> bool:
@@ -79,14 +90,20 @@ def is_seeded(layer: nn.Module) -> bool:
 class _Seeded(ForwardOverride):
     """A layer's ``forward``, with the random numbers of its place in the step."""
 
-    def __init__(self, layer: nn.Module, number: int, draws: Draws) -> None:
+    def __init__(
+        self, layer: nn.Module, number: int, draws: Draws, slices: TokenSlices | None = None
+    ) -> None:
         super().__init__(layer)
         self._number = number
         self._draws = draws
+        self._slices = slices
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         with self._draws.of_layer(self._number, (args, kwargs)):
-            return self.below(*args, **kwargs)
+            if self._slices is None or not torch.is_grad_enabled():
+                return self.below(*args, **kwargs)
+            seed = partial(self._draws.seed_slice, self._number)
+            return self._slices.run_here(self._number, self.below, args, kwargs, seed)
 
 
 class _Compiled(ForwardOverride):
@@ -132,7 +149,11 @@ class _Recomputed(ForwardOverride):
 
 
 def prepare_own(
-    root: nn.Module, layers: Sequence[DecoderLayer], plan: Plan, draws: Draws
+    root: nn.Module,
+    layers: Sequence[DecoderLayer],
+    plan: Plan,
+    draws: Draws,
+    slices: TokenSlices | None = None,
 ) -> list[Callable[[], None]]:
     """Adjust and seed the coordinator's layers; returns functions that make them ordinary again.
 
@@ -141,9 +162,10 @@ def prepare_own(
         layers: All decoder layers of the module.
         plan: The plan.
         draws: Knows the place in the step.
+        slices: Cuts the layers' forwards along the tokens; None without cuts.
     """
     local = [stage for stage in plan.stages if stage.is_local]
-    return [*adjust_own(layers, local), *seed_own(_own_layers(root, layers, plan), draws)]
+    return [*adjust_own(layers, local), *seed_own(_own_layers(root, layers, plan), draws, slices)]
 
 
 def prepare_hosted(

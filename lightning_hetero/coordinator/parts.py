@@ -12,6 +12,7 @@ from ..pipeline.rule import Key
 
 if TYPE_CHECKING:
     from .replicas import HostedReplicas
+    from .token_slices import TokenSlices
 
 
 class NoTwins:
@@ -79,6 +80,14 @@ def _no_hosting(*_: Any) -> NoReturn:
     )
 
 
+def _no_slices(*_: Any) -> NoReturn:
+    raise ModelError(
+        "This installation of lightning-hetero cannot cut sequences along their tokens, since "
+        "`coordinator.token_slices` is missing; install the whole package, or use "
+        "`micro_batching='boundary'`."
+    )
+
+
 @dataclass(frozen=True)
 class DeploymentParts:
     """The parts of a deployment; by default the core's alone.
@@ -87,8 +96,10 @@ class DeploymentParts:
         twins: Compares layers on workers with the layers of this process: `Twins`.
         move: Moves layers between workers: `coordinator.moves.move`.
         hosted: Runs the layers of this process as a replica: `HostedReplicas`.
+        slices: Cuts sequences along their tokens: `TokenSlices`.
     """
 
     twins: Callable[..., NoTwins] = _no_twins
     move: Callable[..., None] = _no_move
     hosted: Callable[..., HostedReplicas] = _no_hosting
+    slices: Callable[..., TokenSlices] = _no_slices

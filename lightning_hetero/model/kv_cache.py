@@ -63,6 +63,15 @@ def _refusal(text: str) -> Callable[..., NoReturn]:
     return refuse
 
 
+class LayersElsewhere(CacheLayerMixin):
+    """Takes the places of other stages' layers in a cache."""
+
+    update = lazy_initialization = get_seq_length = get_mask_sizes = get_max_length = _refusal(
+        "A layer asks for the key-value cache of a layer on another stage; generate with "
+        "`use_cache=False`, or put both layers into one stage."
+    )
+
+
 class CacheAway:
     """The identity of a cache kept on workers, shared by all its `LayerAway`."""
 

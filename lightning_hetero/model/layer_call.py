@@ -30,6 +30,10 @@ logger = logging.getLogger(__name__)
 # An argument's position, or its name.
 Place = int | str
 
+SLICES = 0
+"""The number of the cache with the keys and values of a sequence in slices along its tokens. Each
+visit has its own; caches of evaluations have other numbers."""
+
 
 @dataclass(frozen=True)
 class CacheUse:
@@ -48,6 +52,11 @@ class CacheUse:
     length: int
     window: int | None = None
     rows: Tensor | None = None
+
+    @property
+    def is_of_slices(self) -> bool:
+        """Whether the call is of a slice of a sequence, with gradients of keys and values."""
+        return self.number == SLICES
 
 
 @dataclass(frozen=True)

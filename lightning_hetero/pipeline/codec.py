@@ -173,8 +173,11 @@ def decode_arguments(
             f"Micro-batch {message.microbatch} cannot be of a batch whose first micro-batch is "
             f"{message.first_microbatch}."
         )
-    if surroundings.has_cache and message.grad_enabled:
+    caches = [call.cache for call in surroundings.calls if call.cache is not None]
+    if message.grad_enabled and not all(use.is_of_slices for use in caches):
         raise RemoteProtocolError("A key-value cache carries no gradients.")
+    if not message.grad_enabled and any(use.is_of_slices for use in caches):
+        raise RemoteProtocolError("Slices of a sequence came without gradients.")
     if message.is_trial and message.grad_enabled:
         raise RemoteProtocolError("A trial carries no gradients.")
     return surroundings

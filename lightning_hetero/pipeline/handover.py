@@ -154,13 +154,16 @@ class Exchange:
         visit: The number of the visit.
         most_under_way: The most pieces away at once, to bound the memory of a slow stage. In a
             driver's step the rule bounds it.
-        dim: The hidden states' dimension of samples.
+        dim: The hidden states' dimension of samples, or of tokens if these are cut.
+        is_along_tokens: Whether the pieces are slices of a sequence: their backwards run from the
+            last one to the first.
     """
 
     stages: Stages
     visit: int
     most_under_way: int
     dim: int = 0
+    is_along_tokens: bool = False
 
     def forward(self, pieces: Sequence[Request]) -> list[Activation]:
         """Stream pieces through the stages, and return their results in the pieces' order."""
@@ -169,7 +172,7 @@ class Exchange:
             piece = pieces[key.microbatch]
             self.stages.send_forward(key, piece.hidden, piece.surroundings, is_whole=True)
 
-        return self._stream(send, len(pieces), Activation)
+        return self._stream(send, range(len(pieces)), Activation)
 
     def backward(self, pieces: Sequence[Gradients]) -> list[Gradients]:
         """Stream the gradients of pieces back, and return the gradients of the pieces' inputs."""
@@ -177,23 +180,24 @@ class Exchange:
         def send(key: Key) -> None:
             self.stages.send_backward(key, pieces[key.microbatch])
 
-        return self._stream(send, len(pieces), Gradients)
+        order = range(len(pieces))
+        return self._stream(send, order[::-1] if self.is_along_tokens else order, Gradients)
 
     def _stream(
-        self, send: Callable[[Key], None], count: int, kind: type[Content]
+        self, send: Callable[[Key], None], order: range, kind: type[Content]
     ) -> list[Content]:
         found: dict[int, Content] = {}
         num_sent = 0
-        while len(found) < count:
-            while num_sent < min(count, len(found) + self.most_under_way):
-                send(Key(num_sent, self.visit))
+        while len(found) < len(order):
+            while num_sent < min(len(order), len(found) + self.most_under_way):
+                send(Key(order[num_sent], self.visit))
                 num_sent += 1
             returned = self.stages.receive()
             # A failed exchange may have left pieces of another visit under way.
             if isinstance(returned.content, kind) and returned.key.visit == self.visit:
                 returned.content.land()
                 found[returned.key.microbatch] = returned.content
-        return [found[index] for index in range(count)]
+        return [found[index] for index in sorted(order)]
 
 
 def exchange_whole(

@@ -41,10 +41,12 @@ class BatchOptions:
     Args:
         dim: The dimension of samples; None if the strategy must find it.
         check: Whether a difference between a batch and its pieces stops the run.
+        along_tokens: Whether a forward with gradients is cut along its tokens.
     """
 
     dim: int | None = None
     check: CheckFirstBatch = "off"
+    along_tokens: bool = False
 
 
 NOTHING_SAID = BatchOptions()

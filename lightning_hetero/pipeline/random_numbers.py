@@ -158,6 +158,11 @@ class BatchDraws:
         """Seed torch for a call of a layer."""
         seed_action(self._seed, self._step, layer, self._microbatch, visit)
 
+    def seed_slice(self, layer: int, number: int) -> None:
+        """Seed torch for a slice of the latest call of a layer: a worker has slices as
+        micro-batches."""
+        seed_action(self._seed, self._step, layer, number, self.num_calls(layer) - 1)
+
     def note_call(self, layer: int, given: _Input | None) -> int:
         """Note a new call of a layer; returns its visit."""
         self._inputs[layer].append(given)
@@ -286,6 +291,12 @@ class Draws:
         if batch is None or visit is None:
             return nullcontext()
         return (batch.of_call if self._is_inside else batch.of_call_apart)(layer, visit)
+
+    def seed_slice(self, layer: int, number: int) -> None:
+        """Seed torch for a slice of the present call of a layer. Outside of steps, layers draw from
+        the stream of the code around them."""
+        if self._batch is not None and self._is_inside:
+            self._batch.seed_slice(layer, number)
 
     def pass_by(self, layer: int) -> None:
         """Let the code after a layer on a worker draw as after a layer here.

@@ -12,14 +12,14 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager, nullco
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 from itertools import compress, count
-from typing import Any, NoReturn, Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
 from torch.utils.checkpoint import checkpoint
 from transformers import Cache, DynamicCache
-from transformers.cache_utils import CacheLayerMixin, DynamicLayer, DynamicSlidingWindowLayer
+from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
 from ..devices.numerics import compute_with, making
 from ..errors import ModelError, RemoteProtocolError
@@ -27,7 +27,7 @@ from ..model.argument_changes import GivenArguments, check_entered
 from ..model.attributes import ModuleState
 from ..model.captured_outputs import collect_embedded, collecting
 from ..model.carried_tensors import returned
-from ..model.kv_cache import cache_index
+from ..model.kv_cache import LayersElsewhere, cache_index
 from ..model.layer_call import CacheUse, LayerCall, put_hidden, tensors_of
 from ..model.layers import EMBEDDING_LAYER, describe_layer, has_own_code
 from ..model.state import Stamp
@@ -36,7 +36,8 @@ from ..plan import HEAD_LAYERS, Recompute
 from .boundary import Activation, BatchNumbers, Collected, Gradients, Surroundings, leaf_of
 from .random_numbers import FIRST_TRIAL, PythonStreams, seed_action, seed_elsewhere
 from .rule import Key
-from .trial_backward import TRIED, tried_backward
+from .token_slices import SequenceKeys, SlicePass
+from .trial_backward import trial_answers
 from .twin import answer_of, kind_of
 
 Call = Callable[..., Any]
@@ -122,7 +123,7 @@ class StageCaches:
 
     def __init__(self) -> None:
         self._caches: dict[int, Cache] = {}
-        self._elsewhere = _LayersElsewhere()  # type: ignore[no-untyped-call]
+        self._elsewhere = LayersElsewhere()  # type: ignore[no-untyped-call]
 
     def __len__(self) -> int:
         return len(self._caches)
@@ -205,18 +206,6 @@ def _check_rows(rows: Tensor, found: DynamicLayer, hidden: Tensor) -> None:
             f"The samples {rows.tolist()[:5]} cannot be taken from a key-value cache of {num_rows} "
             f"for a batch of {hidden.shape[0]}."
         )
-
-
-class _LayersElsewhere(CacheLayerMixin):
-    """Takes the places of other stages' layers in a cache."""
-
-    def update(self, *_args: Any, **_kwargs: Any) -> NoReturn:
-        raise ModelError(
-            "A layer asks for the key-value cache of a layer on another stage; generate with "
-            "`use_cache=False`, or put both layers into one stage."
-        )
-
-    lazy_initialization = get_seq_length = get_mask_sizes = get_max_length = update
 
 
 @dataclass(frozen=True)
@@ -376,6 +365,8 @@ class _Saved:
     trained: Sequence[nn.Parameter]
     # For a recomputed forward.
     streams: PythonStreams | None
+    # The pass of a slice along the tokens.
+    piece: SlicePass | None = None
 
 
 class LayerReader(Protocol):
@@ -418,6 +409,8 @@ class Stage:
     caches: StageCaches = field(default_factory=StageCaches)
     weights: LayerReader | None = None
     _saved: dict[Key, _Saved] = field(default_factory=dict)
+    # The keys and values of sequences in slices, by visit.
+    _keys: dict[int, SequenceKeys] = field(default_factory=dict)
     # The batch of the latest forward.
     _batch: BatchNumbers | None = None
 
@@ -447,8 +440,9 @@ class Stage:
         keeps_input_alone = surroundings.grad_enabled and self.recompute is True
         keep_graph = surroundings.grad_enabled and not keeps_input_alone
         streams = PythonStreams() if keeps_input_alone else None
+        piece = self._begin_slice(key, surroundings)
         with self._watching(key, surroundings):
-            output = self._run_layers(key, leaf, carried, surroundings, keep_graph)
+            output = self._run_layers(key, leaf, carried, surroundings, keep_graph, piece)
         check_entered(before)
         if keeps_input_alone:
             inputs = (*entered, *self.layers.parameters())
@@ -462,8 +456,19 @@ class Stage:
         if outgoing.requires_grad:
             graph, trained = (output, []) if keep_graph else (None, _trained(self.layers))
             kinds = [kind for kind, _ in incoming.collected]
-            self._saved[key] = _Saved(leaf, carried, kinds, graph, surroundings, trained, streams)
+            if piece is not None and not keep_graph:
+                piece = piece.again()
+            self._saved[key] = _Saved(
+                leaf, carried, kinds, graph, surroundings, trained, streams, piece
+            )
         return outgoing
+
+    def _begin_slice(self, key: Key, surroundings: Surroundings) -> SlicePass | None:
+        """The pass of a slice along the tokens; None for another micro-batch."""
+        uses = [call.cache for call in surroundings.calls if call.cache is not None]
+        if not any(use.is_of_slices for use in uses):
+            return None
+        return SlicePass(self._keys.setdefault(key.visit, SequenceKeys()))
 
     def backward(self, key: Key, gradients: Gradients) -> Gradients:
         """Accumulate parameter gradients, and return the gradients of the incoming tensors."""
@@ -477,7 +482,9 @@ class Stage:
         behind = 1 + sum(kind not in saved.carried for kind in saved.kinds)
         passed_on = gradients.tensors[1:behind]
         own = (gradients.tensors[0], *gradients.tensors[behind:])
-        if any(gradient is not None for gradient in own):
+        if saved.piece is not None:
+            self._backward_of_slice(key, saved, saved.piece, gradients)
+        elif any(gradient is not None for gradient in own):
             output = saved.output or self._run_again(key, saved)
             pairs = [
                 (tensor, _fitting(gradient, tensor).to(self.device))
@@ -496,6 +503,32 @@ class Stage:
             incoming.append(next(others, None) if leaf is None else _taken_gradient(leaf))
         return Gradients(tuple(incoming), gradients.keeps_graph)
 
+    def _backward_of_slice(
+        self, key: Key, saved: _Saved, piece: SlicePass, gradients: Gradients
+    ) -> None:
+        """Run the backward of a slice from its hidden states, and from its keys and values.
+
+        Raises:
+            ModelError: If another backward is to follow.
+        """
+        if gradients.keeps_graph:
+            raise ModelError(
+                "A backward with `retain_graph=True` came for a sequence in slices, whose keys and "
+                "values are freed with their backward. Leave it out, or use "
+                "`micro_batching='boundary'`."
+            )
+        output = saved.output or self._run_again(key, saved, piece)
+        pairs = piece.starts()
+        gradient = gradients.tensors[0]
+        if gradient is not None and output.hidden.requires_grad:
+            fitting = _fitting(gradient, output.hidden).to(self.device)
+            pairs.insert(0, (output.hidden, fitting))
+        if pairs:
+            torch.autograd.backward([t for t, _ in pairs], [g for _, g in pairs])
+        piece.end_backward()
+        if piece.start == 0:
+            del self._keys[key.visit]
+
     def has_saved(self, microbatch: int) -> bool:
         """Whether the micro-batch still waits for a backward."""
         return any(key.microbatch == microbatch for key in self._saved)
@@ -503,8 +536,9 @@ class Stage:
     def forget(self) -> None:
         """Drop everything saved by forwards."""
         self._saved.clear()
+        self._keys.clear()
 
-    def _run_again(self, key: Key, saved: _Saved) -> Activation:
+    def _run_again(self, key: Key, saved: _Saved, piece: SlicePass | None = None) -> Activation:
         """Run the forward again, with the parameters trained in its first run."""
         with (
             _training(self.layers, saved.trained),
@@ -512,7 +546,7 @@ class Stage:
             saved.streams or nullcontext(),
         ):
             return self._run_layers(
-                key, saved.leaf, saved.carried, saved.surroundings, keep_graph=True
+                key, saved.leaf, saved.carried, saved.surroundings, keep_graph=True, piece=piece
             )
 
     def _watching(
@@ -534,6 +568,7 @@ class Stage:
         carried: Mapping[str, Tensor],
         surroundings: Surroundings,
         keep_graph: bool,
+        piece: SlicePass | None = None,
     ) -> Activation:
         # Under Lightning's own autocast hidden states keep the dtype of the input.
         given, inside = hidden.dtype, self.dtype if surroundings.autocast_dtype is None else None
@@ -541,8 +576,7 @@ class Stage:
         # would have them compiled again and again.
         is_plain = surroundings.collect or surroundings.is_trial
         compiled = None if is_plain else self.compiled
-        tries_backward = surroundings.is_trial and TRIED in surroundings.collect
-        twins = surroundings.collect if surroundings.is_trial else ()
+        tried = surroundings.collect if surroundings.is_trial else ()
         answers: list[tuple[str, Tensor]] = []
         keeps_inputs = keep_graph and self.recompute == "layers"
         dropout_step, first = surroundings.batch
@@ -561,7 +595,8 @@ class Stage:
                     hidden, call = hidden.to(inside), call.in_dtype(given, inside)
                 layer = self.layers[str(call.layer_index)]
                 is_head = call.layer_index in HEAD_LAYERS
-                args, kwargs = self.caches.arguments(call, layer, hidden)
+                caches = self.caches if piece is None else piece
+                args, kwargs = caches.arguments(call, layer, hidden)
                 args, kwargs = put_hidden(hidden, args, kwargs, call.place)
                 arguments, before = GivenArguments(call), Stamp.of(hidden)
                 run: Call = layer
@@ -574,10 +609,8 @@ class Stage:
                 if keeps_inputs:
                     run = _running_again(layer, run, as_called, self._has_own_code)
                 with as_called():
-                    if tries_backward:
-                        tried = tried_backward(layer, call, hidden)
-                        answers += [(TRIED, each) for each in tried]
-                    if twins and (kind := kind_of(call.layer_index)) in twins:
+                    answers += trial_answers(layer, call, hidden, tried) if tried else []
+                    if tried and (kind := kind_of(call.layer_index)) in tried:
                         tensors, answer = answer_of(layer, layer, call, hidden, along.values(names))
                         answers += [(kind, each) for each in answer.encoded()]
                     else:
@@ -590,6 +623,8 @@ class Stage:
                 arguments.check(layer)
                 if call.layer_index == EMBEDDING_LAYER:
                     collect_embedded(hidden)
+            if piece is not None:
+                piece.end_forward()
             found = [*collected(), *answers, *along.leaving()]
             if inside is None:
                 return Activation(hidden, tuple(Collected(*each) for each in found))

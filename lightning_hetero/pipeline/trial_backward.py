@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -22,6 +22,7 @@ from ..model.captured_outputs import collecting
 from ..model.layer_call import LayerCall, put_hidden, tensors_of
 from ..model.layers import describe_layer, has_own_code
 from .tolerance import FINE, MADE_UP_GRADIENTS, NOISE_IN_LAYERS, Compared, dim_of_cut, joined
+from .trial_slices import TRIED_SLICES, tried_in_slices
 from .twin import made_up, numbers_of, rows_of
 
 logger = logging.getLogger(__name__)
@@ -32,6 +33,18 @@ TRIED = "gradients of layers"
 # The sizes at which gradients are clipped, or divided by their norms, are not known here: these are
 # about the largest and the smallest of a training.
 _SIZES = (1.0, 1e-3)
+
+
+def trial_answers(
+    layer: nn.Module, call: LayerCall, hidden: Tensor, kinds: Collection[str]
+) -> list[tuple[str, Tensor]]:
+    """The answers of a layer in a trial, each with its kind; see `tried_backward` and
+    `tried_in_slices`."""
+    found = tried_backward(layer, call, hidden) if TRIED in kinds else []
+    answers = [(TRIED, each) for each in found]
+    if TRIED_SLICES in kinds:
+        answers.append((TRIED_SLICES, tried_in_slices(layer, call, hidden)))
+    return answers
 
 
 def tried_backward(layer: nn.Module, call: LayerCall, hidden: Tensor) -> list[Tensor]:

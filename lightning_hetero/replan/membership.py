@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -414,7 +414,9 @@ class Replanner:
         horizon = Horizon(accumulated, partial(steps_left, trainer))
         moves = site.moves_layers()
         self._watch = Watch(run.deployment, terms.measured, run.recorder, moves, horizon)
-        self._warning = WindowWarning(trainer, plan, site.cuts_step, self.profile)
+        # A sequence gives all slices, however few samples a batch has.
+        counted = replace(plan, micro_batches=1) if site.slices_tokens else plan
+        self._warning = WindowWarning(trainer, counted, site.cuts_step, self.profile)
         self._membership = Membership(site, terms, self, move)
 
     @property

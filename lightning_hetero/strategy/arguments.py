@@ -34,18 +34,20 @@ from ..plan import NAMED_PLANS, Plan
 from ..recovery import Recovery
 from ..worker_sources import ClusterFile, Launcher
 
+MicroBatching = Literal["step", "boundary", "tokens"]
+
 
 @dataclass(frozen=True)
 class StepOptions:
     """How the user wants batches to be cut.
 
     Args:
-        micro_batching: ``"step"`` or ``"boundary"``.
+        micro_batching: ``"step"``, ``"boundary"`` or ``"tokens"``.
         loss_weighting: How micro-batch losses combine.
         batches: The user's options for batches.
     """
 
-    micro_batching: Literal["step", "boundary"]
+    micro_batching: MicroBatching
     loss_weighting: LossWeighting
     batches: BatchOptions
 
@@ -93,7 +95,10 @@ _ARGUMENTS: Mapping[str, tuple[Callable[[Any], bool], str]] = {
         lambda value: value is None or _is_count(value, 1),
         "a whole number from 1, or None for the plan's",
     ),
-    "micro_batching": (lambda value: value in ("step", "boundary"), '"step" or "boundary"'),
+    "micro_batching": (
+        lambda value: value in ("step", "boundary", "tokens"),
+        '"step", "boundary" or "tokens"',
+    ),
     "loss_weighting": (
         lambda value: callable(value) or value in ("samples", "labels", "sum", "auto"),
         '"samples", "labels", "sum", "auto", or a function from a micro-batch to its weight',
@@ -117,7 +122,7 @@ _ARGUMENTS: Mapping[str, tuple[Callable[[Any], bool], str]] = {
 _WORDS: Mapping[str, tuple[str, ...]] = {
     "workers": ("auto",),
     "plan": NAMED_PLANS,
-    "micro_batching": ("step", "boundary"),
+    "micro_batching": ("step", "boundary", "tokens"),
     "loss_weighting": ("samples", "labels", "sum", "auto"),
     "check_first_batch": ("stop", "warn", "off"),
     "checkpoint_weights": ("all", "trainable"),
@@ -141,6 +146,23 @@ def check_arguments(given: Mapping[str, Any]) -> None:
             )
     _check_some_worker(given["workers"], given["plan"])
     _check_named_once(given["workers"])
+    if given["micro_batching"] == "tokens":
+        _check_slices(given["plan"], given["replan"])
+
+
+def _check_slices(plan: Any, replan: bool) -> None:
+    """Refuse slices along the tokens where the planner would make the plan: it measures samples."""
+    if isinstance(plan, str) and plan in ("auto", "replicated"):
+        raise MisconfigurationException(
+            f"`plan={plan!r}` is made from times of samples, and `micro_batching='tokens'` cuts "
+            "sequences. Pass a plan of your own, or `plan='even'`, with the number of slices as "
+            "`micro_batches`."
+        )
+    if replan:
+        raise MisconfigurationException(
+            "With `replan=True` plans are made from times of samples, and "
+            "`micro_batching='tokens'` cuts sequences. Leave `replan` out."
+        )
 
 
 def _is_plan(value: Any) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
@@ -228,7 +228,7 @@ class Site:
             coordinator,
             seed,
             converts_weights,
-            self.options.batches,
+            replace(self.options.batches, along_tokens=self.slices_tokens),
             before,
             self.parts,
         )
@@ -272,6 +272,12 @@ class Site:
         """Whether ``training_step`` runs once per micro-batch."""
         return self.options.cuts_step(self.module)
 
+    @property
+    def slices_tokens(self) -> bool:
+        """Whether this is a training with batches in slices along the tokens."""
+        is_training = self.module.trainer.state.fn is TrainerFn.FITTING
+        return is_training and self.options.micro_batching == "tokens"
+
     def moves_layers(self) -> bool:
         """Whether the user wants layers to move, and they can; warns if they cannot."""
         return self.may_move and moves_layers(self.module)
@@ -280,7 +286,7 @@ class Site:
         """Whether a plan without workers differs from plain Lightning: it cuts batches because they
         may be too large for the memory here, recomputes layers for the same reason, or compiles
         them."""
-        cuts = self.cuts_step and plan.micro_batches > 1
+        cuts = (self.cuts_step or self.slices_tokens) and plan.micro_batches > 1
         return cuts or any(stage.recompute or stage.compile for stage in plan.stages)
 
     def _check(self, layers: Sequence[DecoderLayer]) -> None:
@@ -313,6 +319,12 @@ class Site:
                     "below 6e-8 become zero there; precision '16-mixed' scales the loss"
                 )
         what = "training_step runs on each" if self.cuts_step else "boundary only"
+        if self.slices_tokens:
+            rank_zero_info(
+                f"each sequence is cut into {plan.micro_batches} slices along its tokens (boundary "
+                "only), all in flight until the backward"
+            )
+            return
         rank_zero_info(
             f"each batch is cut into {in_micro_batches(plan.micro_batches)}, or into single "
             f"samples if it has fewer ({what}), at most {plan.max_in_flight} in flight"

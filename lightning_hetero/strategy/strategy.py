@@ -43,6 +43,7 @@ from ..transport.deadlines import Deadlines
 from ..window import Window, Windows
 from ..worker_sources import ClusterFile, Launcher
 from .arguments import (
+    MicroBatching,
     StepOptions,
     check_arguments,
     check_num_nodes,
@@ -100,7 +101,9 @@ class HeteroPipelineStrategy(SingleDeviceStrategy):
             batch, once, as on one device, and only the hidden states for workers are cut. Take it
             for losses that couple the samples of a batch, and for a step that keeps something
             shared by its micro-batches. The coordinator's layers, the head and the loss run while
-            all workers wait; the verdict on a plan names the cost.
+            all workers wait; the verdict on a plan names the cost. ``"tokens"`` is for long
+            sequences in small batches: it is the safe mode, with the hidden states cut along the
+            tokens. Each slice attends to the slices before it, so layers must be causal.
         loss_weighting: How micro-batch losses combine: by ``"samples"``, by ``"labels"`` (except
             -100), by ``"auto"`` (labels if exactly one entry of the batch is ``labels``, else
             samples), or by a function from a micro-batch to its weight. ``"sum"`` adds them, for a
@@ -153,7 +156,7 @@ class HeteroPipelineStrategy(SingleDeviceStrategy):
         plan: str | Path | Plan = "auto",
         layers: str | list[str] | Callable[[nn.Module], Any] | None = None,
         micro_batches: int | None = None,
-        micro_batching: Literal["step", "boundary"] = "step",
+        micro_batching: MicroBatching = "step",
         loss_weighting: LossWeighting = "auto",
         batch_dim: Literal[0, 1] | None = None,
         check_first_batch: CheckFirstBatch = "stop",

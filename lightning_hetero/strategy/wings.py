@@ -98,6 +98,10 @@ def deployment_parts() -> DeploymentParts:
         from ..coordinator.replicas import HostedReplicas
 
         parts["hosted"] = HostedReplicas
+    if _has("coordinator.token_slices"):
+        from ..coordinator.token_slices import TokenSlices
+
+        parts["slices"] = TokenSlices
     return DeploymentParts(**parts)
 
 

@@ -60,7 +60,7 @@ def run(
         folder: Takes the files.
         every_seconds: The time between two snapshots.
         plan: Who has which layers; by default the first two workers turn by turn.
-        options: The Trainer's, ``wait_seconds``, and the ``module``'s class.
+        options: The Trainer's, ``wait_seconds``, ``micro_batching``, and the ``module``'s class.
     """
     make: Callable[[], TinyModule] = options.pop("module", TinyModule)
     settings = Recovery(
@@ -68,7 +68,12 @@ def run(
         every_seconds=every_seconds,
         wait_seconds=options.pop("wait_seconds", 30.0),
     )
-    strategy = HeteroPipelineStrategy(list(names), plan or turn_by_turn(names), recovery=settings)
+    strategy = HeteroPipelineStrategy(
+        list(names),
+        plan or turn_by_turn(names),
+        micro_batching=options.pop("micro_batching", "step"),
+        recovery=settings,
+    )
     options = {
         "max_epochs": 2,
         "gradient_clip_val": 0.05,

@@ -39,7 +39,7 @@ def over(workers: list[str], micro_batching: Any = "step", **narrow: Any) -> Het
         [("float16", "bfloat16", 2e-3, "step"), ("int8", "int8", 2e-2, "boundary")],
         (
             (*dtypes, micro_batching)
-            for micro_batching in ("step", "boundary")
+            for micro_batching in ("step", "boundary", "tokens")
             for dtypes in (
                 ("bfloat16", None, 2e-3),
                 (None, "bfloat16", 2e-3),

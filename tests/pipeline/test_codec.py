@@ -13,7 +13,7 @@ from torch import Tensor
 
 from lightning_hetero.errors import LocalProtocolError, RemoteProtocolError
 from lightning_hetero.model.carried_tensors import Arithmetic, Carried
-from lightning_hetero.model.layer_call import CacheUse, LayerCall
+from lightning_hetero.model.layer_call import SLICES, CacheUse, LayerCall
 from lightning_hetero.pipeline.boundary import Activation, Collected, Gradients, Surroundings
 from lightning_hetero.pipeline.codec import (
     decode_activation,
@@ -201,6 +201,21 @@ def test_what_a_call_does_with_a_cache_arrives_as_it_was() -> None:
 def test_a_cache_where_gradients_are_wanted_is_refused() -> None:
     with pytest.raises(RemoteProtocolError, match="carries no gradients"):
         decode_arguments(with_cache(grad_enabled=True), (ROWS,), KeptConstants())
+
+
+def test_slices_of_a_sequence_come_with_gradients_alone() -> None:
+    message = with_cache(grad_enabled=True)
+    assert message.calls[0].cache is not None
+    cache = msgspec.structs.replace(message.calls[0].cache, number=SLICES)
+    call = msgspec.structs.replace(message.calls[0], cache=cache)
+    slices = msgspec.structs.replace(message, calls=[call])
+    use = decode_arguments(slices, (ROWS,), KeptConstants()).calls[0].cache
+    assert use is not None
+    assert use.is_of_slices
+    with pytest.raises(RemoteProtocolError, match="came without gradients"):
+        decode_arguments(
+            msgspec.structs.replace(slices, grad_enabled=False), (ROWS,), KeptConstants()
+        )
 
 
 def test_samples_that_are_no_tensor_are_refused() -> None:

@@ -25,13 +25,14 @@ from lightning_hetero.strategy.arguments import (
 )
 
 from ..models import TinyModule, loader, trainer
+from ..remedies import Act, come_and_follow, follows
 
 WRONG: dict[str, list[Any]] = {
     "workers": [-1, True, 2.5, None, "127.0.0.1:9999", "Auto", [9999], {"127.0.0.1:9999"}],
     "plan": [None, 3, "fast", "Auto", {"stages": []}, [StagePlan(["coordinator"], (0, 1))]],
     "layers": [3, [], [3], nn.ModuleList(), {"blocks": 1}],
     "micro_batches": [0, -2, 1.5, "4", True],
-    "micro_batching": [None, "steps", True],
+    "micro_batching": [None, "steps", "token", True],
     "replan": [None, "yes", 1],
     "recovery": [None, "yes", 120.0, {"linger_seconds": 1}],
     "loss_weighting": [None, "sample", 3],
@@ -52,6 +53,31 @@ RIGHT: dict[str, list[Any]] = {
     "recovery": [True, False, Recovery(), Recovery(linger_seconds=0)],
     "loss_weighting": ["samples", "labels", "auto", lambda batch: 1.0],
 }
+
+
+def in_slices(**options: Any) -> Act:
+    return lambda: HeteroPipelineStrategy(2, micro_batching="tokens", **options)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "right"),
+    [
+        follows(
+            "Pass a plan of your own, or `plan='even'`",
+            in_slices(),
+            in_slices(plan="even", micro_batches=8),
+        ),
+        follows(
+            "cuts sequences. Leave `replan` out.",
+            in_slices(plan="even", replan=True),
+            in_slices(plan="even"),
+        ),
+    ],
+)
+def test_slices_need_a_plan_by_the_user(
+    request: pytest.FixtureRequest, wrong: Act, right: Act
+) -> None:
+    come_and_follow(request, wrong, right, None)
 
 
 def cases(values: dict[str, list[Any]]) -> list[tuple[str, Any]]:

@@ -1,0 +1,135 @@
+"""The trial of slices: does a layer compute on two slices what it computes on both together?
+
+The layer runs on both as one sequence and slice by slice, forward and backward from a made-up
+gradient. It answers with two relative differences: of its results, and of its gradients.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..errors import ModelError
+from ..model.captured_outputs import collecting
+from ..model.layer_call import LayerCall, ResultForm, put_hidden
+from .token_slices import REMEDY, SequenceKeys, Slice, SlicePass
+from .tolerance import norm_error, worst_gradient
+from .twin import made_up
+
+TRIED_SLICES = "slices of layers"
+"""The kind of the collected outputs sent by a trial of slices."""
+
+_INPUT = "hidden states"
+_MOST = 1e3
+Gradients = dict[str, Tensor]
+
+
+def tried_in_slices(
+    layer: nn.Module,
+    call: LayerCall,
+    hidden: Tensor,
+    run: Callable[..., Any] | None = None,
+    end: int | None = None,
+) -> Tensor:
+    """Run a layer on a sequence and on its two slices; leaves no trace.
+
+    Args:
+        layer: The layer, in evaluation mode.
+        call: Its call for the sequence, without a cache.
+        hidden: Its hidden states, of the shape (samples, tokens, features).
+        run: Calls the layer; None for the layer itself.
+        end: The end of the first slice; None for the middle.
+
+    Returns:
+        The relative differences of results and of gradients, of the shape (2,).
+
+    Raises:
+        ModelError: If the layer cannot run on slices.
+    """
+    num_tokens = hidden.shape[1]
+    end = (num_tokens + 1) // 2 if end is None else end
+    slices = [Slice(0, end, num_tokens), Slice(end, num_tokens, num_tokens)]
+    try:
+        with torch.enable_grad(), collecting(()):
+            whole, expected = _whole(layer, call, hidden, run or layer)
+            pieces, found = _in_slices(layer, call, hidden, run or layer, slices)
+    except Exception as error:
+        raise ModelError(
+            f"Layer {call.layer_index} ({type(layer).__name__}) cannot run on slices of a "
+            f"sequence: {error} {REMEDY}"
+        ) from error
+    of_results = norm_error(torch.cat(pieces, 1), whole)
+    of_gradients = worst_gradient(_defined(found, expected), _defined(expected, found)).error
+    # A plan may round whatever crosses a boundary, and infinity would make all numbers undefined.
+    return torch.tensor([of_results, of_gradients]).nan_to_num(_MOST).clamp(max=_MOST)
+
+
+def _defined(gradients: Gradients, others: Gradients) -> Gradients:
+    """The gradients with zeros where the others are undefined too: the step fails by itself."""
+    return {
+        name: gradient.masked_fill(gradient.isnan() & others[name].isnan(), 0.0)
+        if name in others
+        else gradient
+        for name, gradient in gradients.items()
+    }
+
+
+def _trained(layer: nn.Module) -> dict[str, nn.Parameter]:
+    return {name: p for name, p in layer.named_parameters() if p.requires_grad}
+
+
+def _whole(
+    layer: nn.Module, call: LayerCall, hidden: Tensor, run: Callable[..., Any]
+) -> tuple[Tensor, Gradients]:
+    """The result for the sequence, and its gradients by name."""
+    leaf, trained = hidden.detach().requires_grad_(), _trained(layer)
+    args, kwargs = put_hidden(leaf, call.args, call.kwargs, call.place)
+    out = ResultForm.of(run(*args, **kwargs), layer, call.layer_index).hidden
+    inputs = {_INPUT: leaf, **trained}
+    gradients = torch.autograd.grad(out, [*inputs.values()], made_up(out), allow_unused=True)
+    return out.detach(), _named(inputs, gradients)
+
+
+def _in_slices(
+    layer: nn.Module,
+    call: LayerCall,
+    hidden: Tensor,
+    run: Callable[..., Any],
+    slices: Sequence[Slice],
+) -> tuple[list[Tensor], Gradients]:
+    """The results for slices, and the sums of their gradients by name."""
+    keys, trained = SequenceKeys(), _trained(layer)
+    outs: list[Tensor] = []
+    done: list[tuple[Tensor, SlicePass]] = []
+    for each in slices:
+        leaf, one = each.cut(hidden).detach().requires_grad_(), SlicePass(keys)
+        cut = each.cut_call(call, layer)
+        args, kwargs = put_hidden(leaf, *one.arguments(cut, layer, leaf), cut.place)
+        outs.append(ResultForm.of(run(*args, **kwargs), layer, call.layer_index).hidden)
+        one.end_forward()
+        done.append((leaf, one))
+    of_input: list[Tensor] = []
+    sums: Gradients = {}
+    for out, (leaf, one) in zip(reversed(outs), reversed(done), strict=True):
+        starts = [(out, made_up(out)), *one.starts()]
+        past = {str(number): each for number, each in enumerate(one.past)}
+        inputs = {_INPUT: leaf, **trained, **past}
+        tensors, gradients = zip(*starts, strict=True)
+        found = torch.autograd.grad(tensors, [*inputs.values()], gradients, allow_unused=True)
+        for name, gradient in _named(inputs, found).items():
+            if name in past:
+                past[name].grad = gradient
+            elif name == _INPUT:
+                of_input.insert(0, gradient)
+            else:
+                sums[name] = sums[name] + gradient if name in sums else gradient
+        one.end_backward()
+    return [out.detach() for out in outs], {_INPUT: torch.cat(of_input, 1), **sums}
+
+
+def _named(inputs: dict[str, Any], gradients: Sequence[Tensor | None]) -> Gradients:
+    pairs = zip(inputs, gradients, strict=True)
+    return {name: gradient for name, gradient in pairs if gradient is not None}
