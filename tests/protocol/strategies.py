@@ -51,8 +51,9 @@ def anything(kind: mi.Type) -> st.SearchStrategy[Any]:
             return st.lists(anything(item_type), max_size=3)
         case mi.DictType(key_type=key_type, value_type=value_type):
             return st.dictionaries(anything(key_type), anything(value_type), max_size=3)
-        case mi.FloatType(ge=least, le=most):
-            return st.floats(least, most, allow_nan=False)
+        case mi.FloatType(ge=least, gt=bound, le=most):
+            low, is_above = (least, False) if bound is None else (bound, True)
+            return st.floats(low, most, allow_nan=False, exclude_min=is_above)
         case mi.LiteralType(values=choices):
             return st.sampled_from(choices)
         case mi.IntType(ge=least, le=most):
