@@ -54,10 +54,15 @@ through several rooms:
                            launch/local.py hand the listener on
     a format of weights    beside model/four_bit.py; model/stored.py lists the formats
     the objective of plans planner/candidates.py (step_seconds, is_below); shortcuts that count
-                           seconds too: bounds.py, team_estimate.py, arrangements.py, simulation.py
+                           seconds too: bounds.py, team_estimate.py, arrangements.py, simulation.py,
+                           search.py; a user asks for it by Wishes in planner/solver.py
     an end of the model    follow `embedding` and `head`: plan.py, model/layers.py, model/head.py,
-                           model/recipe.py, pipeline/stage.py, coordinator/worker_stages.py,
-                           planner/costs.py
+                           model/hollow.py, model/recipe.py, coordinator/deployment.py
+                           (layers_of_stage), pipeline/placement.py, planner/ (has_embedding)
+    how replicas agree     replicas.py of both ends; and when: coordinator/optimizers.py (add_up),
+                           coordinator/steps.py, worker/session.py
+    keys and values        pipeline/stage.py (StageCaches), pipeline/token_slices.py;
+                           model/kv_cache.py is the model's own cache
 
 Imports point one way: cli -> verify -> strategy -> callbacks, guard, replan -> profiler -> report,
 coordinator -> telemetry, doctor, launch -> worker, discovery, pairing -> planner, transport ->

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields
 from itertools import product
 from typing import Any
@@ -45,6 +45,7 @@ from lightning_hetero.planner.profile import (
     Part,
     Profile,
     Timing,
+    WeightReading,
 )
 from lightning_hetero.planner.solver import Wishes, solve
 
@@ -90,6 +91,8 @@ MICRO_BATCHES = 4
 GIB = 2**30
 FRAMEWORK_BYTES = GIB
 """What CUDA, its libraries and the allocator take before any layer is there; assumed."""
+MAIN_MEMORY = WeightReading(bytes_per_second=12e9, most_bytes=32 * GIB)
+"""Beside the card of a worker, over half of the lanes of PCIe 4.0 (8 lanes); assumed."""
 ADAPTER_BYTES, GRADIENT_BYTES, STATE_BYTES = 2, 2, 4
 """For each weight of the adapter: itself, its gradient, and AdamW's two averages, in bfloat16."""
 
@@ -246,7 +249,9 @@ def profile_of(
         name = f"{index + 1}: {card.name}" if index else COORDINATOR
         timings = [*layer_timings(layer, model, speed), *ends]
         memory = card.memory_bytes
-        devices.append(DeviceProfile(name, card.name, memory, FRAMEWORK_BYTES, timings))
+        reading = {} if name == COORDINATOR else {"host": MAIN_MEMORY}
+        made = DeviceProfile(name, card.name, memory, FRAMEWORK_BYTES, timings, weights=reading)
+        devices.append(made)
     found = Profile(VERSION, model, devices, batch_size=micro_batches)
     found.check()
     return found
@@ -277,42 +282,20 @@ def _ends(config: PretrainedConfig, model: ModelProfile, speed: float) -> list[T
     ]
 
 
-@dataclass(frozen=True)
-class Tool:
-    """Something that makes room, tried where nothing before it in `TOOLS` is enough.
-
-    Args:
-        mark: Stands before the cell.
-        use: A profile with this tool.
-    """
-
-    mark: str
-    use: Callable[[Profile], Profile]
-
-
-# The planner itself recomputes, and moves the embedding, where memory is short.
-TOOLS = (Tool("", lambda profile: profile),)
-
-
-def plan_for(profile: Profile) -> tuple[Tool, Candidate]:
-    """The first tool that is enough, and the plan with it.
+def plan_for(profile: Profile) -> Candidate:
+    """The plan of the planner, which itself recomputes, moves the embedding, and reads frozen
+    weights from main memory, where memory is short.
 
     Raises:
-        PlanError: Of the last tool, if none is enough.
+        PlanError: If there is none.
     """
-    wishes = Wishes(micro_batches=profile.batch_size, replicas=False)
-    for tool in TOOLS:
-        try:
-            return tool, solve(tool.use(profile), wishes).chosen
-        except PlanError as error:
-            refusal = error
-    raise refusal
+    return solve(profile, Wishes(micro_batches=profile.batch_size, replicas=False)).chosen
 
 
 def fits(profile: Profile) -> str:
     """The layers and the memory on each card, or that there is no plan."""
     try:
-        tool, chosen = plan_for(profile)
+        chosen = plan_for(profile)
     except PlanError:
         return "no"
     cells = []
@@ -321,8 +304,9 @@ def fits(profile: Profile) -> str:
         held = [seat.option.recompute for seat in chosen.seats_of(name) if seat.num_layers]
         mark = " again" if any(held) else ""
         mark = " by layers" if "layers" in held else mark
+        mark = " read" if any(seat.option.weights for seat in chosen.seats_of(name)) else mark
         cells.append(f"{layers}{mark}: {float(chosen.need(name).total) / GIB:.0f} GiB")
-    return tool.mark + ", ".join(cells)
+    return ", ".join(cells)
 
 
 def items(profile: Profile) -> Iterator[tuple[str, float]]:
@@ -346,7 +330,7 @@ def items(profile: Profile) -> Iterator[tuple[str, float]]:
 def explained(profile: Profile) -> Iterator[str]:
     """What fills each card by the plan, or the bytes that are short."""
     try:
-        _, chosen = plan_for(profile)
+        chosen = plan_for(profile)
     except PlanError as error:
         yield f"no: {error}"
         return
