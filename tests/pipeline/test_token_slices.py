@@ -403,3 +403,6 @@ def test_layers_say_by_themselves_why_they_cannot_run_on_slices() -> None:
     layer = llama_layer()
     layer.self_attn.config._attn_implementation = "flash_attention_2"
     assert "'flash_attention_2'" in str(refusal(layer))
+    layer = llama_layer()
+    layer.self_attn.config.num_kv_shared_layers = 1
+    assert "share their keys and values" in str(refusal(layer))
