@@ -27,6 +27,8 @@ from benchmarks.processes import environment, on_core
 
 How = Literal["cgroup", "signals"]
 PERIOD_SECONDS = 0.008
+# The kernel's shortest quota.
+_LEAST_SECONDS = 0.001
 CGROUPS = Path("/sys/fs/cgroup")
 
 
@@ -58,7 +60,7 @@ def _quota(pid: int | None, share: float) -> Iterator[None]:
     is_second_version = (CGROUPS / "cgroup.controllers").exists()
     parent = CGROUPS if is_second_version else CGROUPS / "cpu"
     group = parent / f"lightning-hetero-{os.getpid()}"
-    microseconds = round(PERIOD_SECONDS * 1e6)
+    microseconds = round(max(PERIOD_SECONDS, _LEAST_SECONDS / share) * 1e6)
     group.mkdir()
     try:
         if is_second_version:

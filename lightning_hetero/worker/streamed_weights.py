@@ -416,6 +416,10 @@ def measured_reading(device: torch.device) -> dict[Weights, m.ReadingMeasured]:
         kept = home.keep("", sample)
         # Pinned memory comes in powers of two, so half of it may be unused.
         found["host"] = m.ReadingMeasured(_speed(home, kept, device), free_main_memory() // 2)
+    # The sample is no part of a stage's memory.
+    device_for(device).free_cache()
+    with device_for(device).metering() as meter:
+        meter.reset_peak()
     return found
 
 

@@ -78,7 +78,9 @@ def train(folder: Path, end: str, workers: list[str]) -> None:
     def is_over(_: int) -> bool:
         return num_steps is None and time.time() > float(end)
 
-    options: dict[str, Any] = {}
+    # One device takes the same micro-batches, one after the other.
+    here = Plan([StagePlan(["coordinator"], (0, 7))], NUM_MICROBATCHES)
+    options: dict[str, Any] = {"strategy": HeteroPipelineStrategy([], here)}
     if workers:
         stages = [StagePlan(["coordinator"], (0, 3)), StagePlan([workers[0]], (3, 5))]
         stages += [StagePlan([workers[1]], (5, 7))]

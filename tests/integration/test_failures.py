@@ -227,7 +227,7 @@ def test_the_users_exception_arrives_with_its_own_traceback(
         fit(module, strategy)
     frames = traceback.extract_tb(caught.value.__traceback__)
     assert frames[-1].filename == __file__
-    assert threading.active_count() == threads
+    assert threading.active_count() <= threads  # one of an earlier test may end meanwhile
     # The weights of the last whole step are back.
     assert not any(tensor.is_meta for tensor in module.state_dict().values())
     assert_serves(workers)

@@ -265,7 +265,7 @@ def test_an_optimizer_step_that_only_some_layers_have_made_is_never_saved(
     for weights_only in (False, True):
         with pytest.raises(WeightsLost, match="of two different steps"):
             run.save_checkpoint(tmp_path / "later.ckpt", weights_only)
-    assert threading.active_count() == threads
+    assert threading.active_count() <= threads  # one of an earlier test may end meanwhile
     assert_serves(workers[:2])
 
 
@@ -289,7 +289,7 @@ def test_ctrl_c_as_a_run_takes_leave_frees_its_workers(
         with pytest.raises(SystemExit):
             trainer(strategy, max_steps=1).fit(TinyModule(), loader(12, 12))
     assert interrupted
-    assert threading.active_count() == threads
+    assert threading.active_count() <= threads  # one of an earlier test may end meanwhile
     assert list(tmp_path.iterdir()) == []
     assert_serves(workers[:2])
 
@@ -347,7 +347,7 @@ def test_a_logger_that_cannot_end_keeps_no_worker_and_no_weights(
         with pytest.raises(OSError, match="No space left"):
             run.fit(module, loader(60, 12))
         found.append(module.state_dict())
-    assert threading.active_count() == threads
+    assert threading.active_count() <= threads  # one of an earlier test may end meanwhile
     torch.testing.assert_close(*found, rtol=1e-4, atol=1e-5)
     assert_serves(workers[:2])
 
@@ -385,7 +385,7 @@ def test_a_hook_that_fails_after_an_error_keeps_no_worker_and_no_weights(
         assert "the second batch has passed" in str(raised.value.__context__)
         assert "on_exception" not in {**vars(callback), **vars(data)}
         found.append(module.state_dict())
-    assert threading.active_count() == threads
+    assert threading.active_count() <= threads  # one of an earlier test may end meanwhile
     torch.testing.assert_close(*found, rtol=1e-4, atol=1e-5)
     assert_serves(workers[:2])
 
@@ -433,7 +433,7 @@ def test_a_lost_worker_is_reported_and_the_others_are_freed(
             run.fit(Module(), loader(60, 12))
     assert not [path for path in tmp_path.iterdir() if path.exists()]
     assert caplog.text.count("No checkpoint was written") >= 2
-    assert threading.active_count() == threads
+    assert threading.active_count() <= threads  # one of an earlier test may end meanwhile
     with pytest.raises(HeteroError):
         run.save_checkpoint(tmp_path / "later.ckpt")
     assert_serves(workers[:1])
