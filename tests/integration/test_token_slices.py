@@ -146,7 +146,7 @@ def test_half_precision_is_near_one_device(
     assert_close(joined(found.gradients), joined(expected.gradients), 0.0, 5e-2)
 
 
-@repeats("test_half_precision_is_near_one_device")
+@repeats("test_plan_has_the_gradients_of_one_device")
 def test_a_scaled_loss_trains_as_on_one_device(workers: list[str]) -> None:
     def run(strategy: Any, init_scale: float) -> FamilyModule:
         module, data = FamilyModule(model_of("llama")), loader(24, 6, padded=True)
@@ -195,7 +195,7 @@ def test_optimization_by_hand_trains_as_on_one_device(workers: list[str]) -> Non
     assert_close(dict(found.named_parameters()), dict(expected.named_parameters()), FLOOR)
 
 
-@repeats("test_half_precision_is_near_one_device")
+@repeats("test_plan_has_the_gradients_of_one_device")
 def test_a_stage_in_half_precision_is_near_one_device(workers: list[str]) -> None:
     expected = fit_family(model_of("llama"))
     plan = Plan([StagePlan(workers[:1], (0, 4), dtype="bfloat16")], NUM_SLICES)
