@@ -517,7 +517,7 @@ def test_profile_measures_and_trains_nothing(
         ("{workers: 1}", None, ["--model", "my_project.Missing"], "There is no class"),
         ("{workers: 1}", None, ["--model", "my_project.Data"], "is not a LightningModule"),
         ("{workers: -1}", None, [], "`workers` is -1; it must be a number of local workers"),
-        ("{micro_batching: halves}", None, [], "['step', 'boundary', 'tokens']. Got value: halves."),
+        ("{micro_batching: halves}", None, [], "'boundary', 'tokens']. Got value: halves."),
         ("{}\n  wrong: 1", None, [], "There is no option 'trainer.wrong'."),
         ("{}\n  max_epochs: many", None, [], "trainer.max_epochs: Expected a <class 'int'>"),
     ],
