@@ -148,10 +148,8 @@ class TokenSlices:
         return self._piece(request, self.cut.slices(request.hidden.shape[1])[0], has_cache=False)
 
     def _to_try(self, request: Request, slices: Sequence[Slice]) -> Request:
-        """The first two slices as one sequence, up to a length."""
-        end = min(slices[1].end, _MOST_TRIED)
-        whole = Slice(0, end, request.hidden.shape[1])
-        piece = self._piece(request, whole, has_cache=False)
+        """The tried part of a hand-over as a sequence of its own."""
+        piece = self._piece(request, _tried_part(slices), has_cache=False)
         around = replace(piece.surroundings, collect=[TRIED_SLICES])
         return Request(piece.hidden, around)
 
@@ -279,8 +277,7 @@ class TokenSlices:
         self, call: LayerCall, hidden: Tensor, run: Callable[..., Any], slices: Sequence[Slice]
     ) -> None:
         layer = self._layers[call.layer_index]
-        end = min(slices[1].end, _MOST_TRIED)
-        first = Slice(0, end, hidden.shape[1])
+        first = _tried_part(slices)
         with ExitStack() as stack:
             stack.enter_context(forked_generators())
             stack.enter_context(on_trial(layer))
@@ -289,6 +286,11 @@ class TokenSlices:
         kind = hidden.device.type
         autocast = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
         self._judge(call.layer_index, answer, [hidden.dtype, autocast])
+
+
+def _tried_part(slices: Sequence[Slice]) -> Slice:
+    """The first two slices as one, up to a length."""
+    return Slice(0, min(slices[1].end, _MOST_TRIED), slices[0].num_tokens)
 
 
 def _joined(results: Sequence[Any], number: int) -> Any:

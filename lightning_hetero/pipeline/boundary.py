@@ -21,7 +21,7 @@ from torch import Tensor
 from ..devices.copies import Land, already_here
 from ..errors import BatchError
 from ..model.carried_tensors import ENTERED, is_carried, returned
-from ..model.layer_call import LayerCall
+from ..model.layer_call import CacheUse, LayerCall
 from ..model.layers import LOSS_LAYER
 from ..model.placeholders import tensors_in
 from ..protocol.fields import Numerics
@@ -195,7 +195,12 @@ class Surroundings:
     @property
     def has_cache(self) -> bool:
         """Whether the forward reads and extends a key-value cache."""
-        return any(call.cache is not None for call in self.calls)
+        return bool(self.caches)
+
+    @property
+    def caches(self) -> list[CacheUse]:
+        """The uses of key-value caches by the layers."""
+        return [call.cache for call in self.calls if call.cache is not None]
 
     def passes_behind(self, layers: Container[int]) -> list[str]:
         """The names of the tensors that leave the stage of these layers with the hidden states.

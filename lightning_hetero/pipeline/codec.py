@@ -173,10 +173,10 @@ def decode_arguments(
             f"Micro-batch {message.microbatch} cannot be of a batch whose first micro-batch is "
             f"{message.first_microbatch}."
         )
-    caches = [call.cache for call in surroundings.calls if call.cache is not None]
-    if message.grad_enabled and not all(use.is_of_slices for use in caches):
+    are_of_slices = [use.is_of_slices for use in surroundings.caches]
+    if message.grad_enabled and not all(are_of_slices):
         raise RemoteProtocolError("A key-value cache carries no gradients.")
-    if not message.grad_enabled and any(use.is_of_slices for use in caches):
+    if not message.grad_enabled and any(are_of_slices):
         raise RemoteProtocolError("Slices of a sequence came without gradients.")
     if message.is_trial and message.grad_enabled:
         raise RemoteProtocolError("A trial carries no gradients.")

@@ -465,16 +465,26 @@ class Stage:
 
     def _begin_slice(self, key: Key, surroundings: Surroundings) -> SlicePass | None:
         """The pass of a slice along the tokens; None for another micro-batch."""
-        uses = [call.cache for call in surroundings.calls if call.cache is not None]
-        if not any(use.is_of_slices for use in uses):
+        if not any(use.is_of_slices for use in surroundings.caches):
             return None
         return SlicePass(self._keys.setdefault(key.visit, SequenceKeys()))
 
     def backward(self, key: Key, gradients: Gradients) -> Gradients:
-        """Accumulate parameter gradients, and return the gradients of the incoming tensors."""
+        """Accumulate parameter gradients, and return the gradients of the incoming tensors.
+
+        Raises:
+            ModelError: If another backward of a slice is to follow.
+        """
         saved = self._saved.get(key)
         if saved is None:
             return Gradients((None,))
+        piece = saved.piece
+        if piece is not None and gradients.keeps_graph:
+            raise ModelError(
+                "A backward with `retain_graph=True` came for a sequence in slices, whose keys and "
+                "values are freed with their backward. Leave it out, or use "
+                "`micro_batching='boundary'`."
+            )
         compute_with(saved.surroundings.numerics)
         gradients.land()
         if not gradients.keeps_graph:
@@ -482,52 +492,30 @@ class Stage:
         behind = 1 + sum(kind not in saved.carried for kind in saved.kinds)
         passed_on = gradients.tensors[1:behind]
         own = (gradients.tensors[0], *gradients.tensors[behind:])
-        if saved.piece is not None:
-            self._backward_of_slice(key, saved, saved.piece, gradients)
-        elif any(gradient is not None for gradient in own):
+        # Later slices may need gradients of the keys and values of a slice without its own.
+        if piece is not None or any(gradient is not None for gradient in own):
             output = saved.output or self._run_again(key, saved)
             pairs = [
                 (tensor, _fitting(gradient, tensor).to(self.device))
                 for tensor, gradient in zip(output.tensors, own, strict=True)
                 if gradient is not None and tensor.requires_grad
             ]
+            pairs += [] if piece is None else piece.starts()
             runs_again = self.recompute == "layers"
             with self._watching(key, saved.surroundings, True) if runs_again else nullcontext():
                 torch.autograd.backward(
                     [t for t, _ in pairs], [g for _, g in pairs], retain_graph=gradients.keeps_graph
                 )
+        if piece is not None:
+            piece.end_backward()
+            if piece.start == 0:
+                del self._keys[key.visit]
         incoming = [_taken_gradient(saved.leaf)]
         others = iter(passed_on)
         for kind in saved.kinds:
             leaf = saved.carried.get(kind)
             incoming.append(next(others, None) if leaf is None else _taken_gradient(leaf))
         return Gradients(tuple(incoming), gradients.keeps_graph)
-
-    def _backward_of_slice(
-        self, key: Key, saved: _Saved, piece: SlicePass, gradients: Gradients
-    ) -> None:
-        """Run the backward of a slice from its hidden states, and from its keys and values.
-
-        Raises:
-            ModelError: If another backward is to follow.
-        """
-        if gradients.keeps_graph:
-            raise ModelError(
-                "A backward with `retain_graph=True` came for a sequence in slices, whose keys and "
-                "values are freed with their backward. Leave it out, or use "
-                "`micro_batching='boundary'`."
-            )
-        output = saved.output or self._run_again(key, saved, piece)
-        pairs = piece.starts()
-        gradient = gradients.tensors[0]
-        if gradient is not None and output.hidden.requires_grad:
-            fitting = _fitting(gradient, output.hidden).to(self.device)
-            pairs.insert(0, (output.hidden, fitting))
-        if pairs:
-            torch.autograd.backward([t for t, _ in pairs], [g for _, g in pairs])
-        piece.end_backward()
-        if piece.start == 0:
-            del self._keys[key.visit]
 
     def has_saved(self, microbatch: int) -> bool:
         """Whether the micro-batch still waits for a backward."""
@@ -538,7 +526,7 @@ class Stage:
         self._saved.clear()
         self._keys.clear()
 
-    def _run_again(self, key: Key, saved: _Saved, piece: SlicePass | None = None) -> Activation:
+    def _run_again(self, key: Key, saved: _Saved) -> Activation:
         """Run the forward again, with the parameters trained in its first run."""
         with (
             _training(self.layers, saved.trained),
@@ -546,7 +534,7 @@ class Stage:
             saved.streams or nullcontext(),
         ):
             return self._run_layers(
-                key, saved.leaf, saved.carried, saved.surroundings, keep_graph=True, piece=piece
+                key, saved.leaf, saved.carried, saved.surroundings, True, saved.piece
             )
 
     def _watching(
