@@ -109,6 +109,12 @@ class ModelProfile(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit
         """The kinds of layers, in the order of their first layers."""
         return list(dict.fromkeys(self.layers))
 
+    @property
+    def has_frozen_layers(self) -> bool:
+        """Whether a layer has more than what trains."""
+        parts = map(self.part, self.kinds)
+        return any(part.parameter_bytes > part.gradient_bytes for part in parts)
+
 
 class Timing(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
     """The measured forward and backward of one layer on one device.

@@ -331,7 +331,8 @@ class Measuring:
             self._settle(model, results, ends)
         if COORDINATOR in names:
             results[COORDINATOR] = _with_ends(results[COORDINATOR], ends)
-        described = {**self.described, **self._described_with_reading(workers)}
+        reading = self._described_with_reading(workers) if model.has_frozen_layers else {}
+        described = {**self.described, **reading}
         software = measure_software(self.sighting)
         for name in names:
             is_here = name == COORDINATOR

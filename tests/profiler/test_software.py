@@ -35,15 +35,34 @@ def test_both_ends_take_time_and_nothing_is_left() -> None:
     assert torch.equal(torch.get_rng_state(), state)
 
 
+def frozen_in_part() -> TinyModule:
+    module = TinyModule()
+    module.model.model.layers[1].requires_grad_(False)
+    return module
+
+
+def measured(module: TinyModule, worker: str, path: Path) -> Profile:
+    """The profile of a training over a worker, written to a file."""
+    profiler = PipelineProfiler(0.2, path=path)
+    fit(module, HeteroPipelineStrategy([worker], "even"), loader(8, 4), callbacks=[profiler])
+    return Profile.from_yaml(path)
+
+
+def test_reading_is_measured_where_something_is_frozen(workers: list[str], tmp_path: Path) -> None:
+    """The trial writes a file on each worker's disk."""
+    path = tmp_path / "profile.yaml"
+    assert all(each.weights == {} for each in measured(TinyModule(), workers[0], path).devices)
+    # Another model: the file is written anew.
+    assert "disk" in measured(frozen_in_part(), workers[0], path).device(workers[0]).weights
+
+
 def test_a_profile_has_it_and_an_older_one_counts_none(
     workers: list[str], tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     path = tmp_path / "profile.yaml"
 
     def trained() -> Profile:
-        strategy = HeteroPipelineStrategy(workers[:1], "even")
-        fit(TinyModule(), strategy, loader(8, 4), callbacks=[PipelineProfiler(0.2, path=path)])
-        return Profile.from_yaml(path)
+        return measured(frozen_in_part(), workers[0], path)
 
     found = trained()
     assert all((each.software_seconds or 0) > 0 for each in found.devices)
