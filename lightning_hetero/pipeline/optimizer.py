@@ -581,6 +581,11 @@ def _beside(
     return in_dtype_of(optimizer, parameter, key, value).to(parameter.device)
 
 
+def _is_of_bitsandbytes(optimizer: Optimizer) -> bool:
+    """Whether the class is of bitsandbytes, or derived from one."""
+    return any(kind.__module__.startswith(_BITSANDBYTES) for kind in type(optimizer).__mro__)
+
+
 def in_dtype_of(optimizer: Optimizer, parameter: Tensor, key: str, value: Any) -> Any:
     """A state value in the dtype in which the optimizer has it beside the parameter.
 
@@ -589,7 +594,7 @@ def in_dtype_of(optimizer: Optimizer, parameter: Tensor, key: str, value: Any) -
     """
     if not isinstance(value, Tensor) or not value.is_floating_point() or key == "step":
         return value
-    if key in _STATE_OF_BITSANDBYTES:
+    if key in _STATE_OF_BITSANDBYTES and _is_of_bitsandbytes(optimizer):
         return value.float()
     follows = isinstance(optimizer, _CLASSES_OF_TORCH) and value.shape == parameter.shape
     return value.to(parameter.dtype) if follows else value

@@ -460,3 +460,11 @@ def test_a_state_of_ones_own_optimizer_keeps_its_dtype(make: Any, expected: torc
     momentum = torch.ones(3, 2)
     found = optimizers.state_beside(optimizer, parameter, {"momentum": momentum}, {})
     assert found["momentum"].dtype == expected
+
+
+def test_a_name_of_bitsandbytes_says_nothing_about_another_optimizer() -> None:
+    parameter = nn.Parameter(torch.ones(3, 2, dtype=torch.bfloat16))
+    state = {"state1": torch.ones(3, 2, dtype=torch.bfloat16)}
+    for optimizer in (own_optimizers.InFloat32([parameter]), torch.optim.SGD([parameter])):
+        found = optimizers.state_beside(optimizer, parameter, state, {})
+        assert found["state1"].dtype == torch.bfloat16
