@@ -136,6 +136,14 @@ class FamilyModule(pl.LightningModule):
         return torch.optim.SGD(trainable, lr=0.05, momentum=0.9)
 
 
+class CollectingModule(FamilyModule):
+    """The same, and collects the hidden states of all layers."""
+
+    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
+        loss: Tensor = self.model(**batch, output_hidden_states=True).loss
+        return loss
+
+
 def plan_over(workers: Sequence[str], micro_batches: int = NUM_MICROBATCHES) -> Plan:
     """One layer on the coordinator, one on the first worker, the others on the second."""
     return plan_of(workers, (1, 1, NUM_LAYERS - 2), micro_batches)

@@ -36,6 +36,7 @@ from ..families import (
     NUM_MICROBATCHES,
     NUM_STEPS,
     SIZES,
+    CollectingModule,
     FamilyModule,
     assert_equal_runs,
     fit_family,
@@ -377,12 +378,6 @@ class FewLogits(FamilyModule):
         return loss
 
 
-class States(FamilyModule):
-    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
-        loss: Tensor = self.model(**batch, output_hidden_states=True).loss
-        return loss
-
-
 class WithoutHead(FamilyModule):
     def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
         states: Tensor = self.model.model(batch["input_ids"]).last_hidden_state
@@ -473,30 +468,23 @@ REFUSED = [
         "which are on a worker. Only their shape, dtype and device are known here.",
         *_way(OwnLoss),
     ),
-    pytest.param(
-        *_way(Accuracy),
-        marks=pytest.mark.follows("Only their shape, dtype and device are known here."),
-        id="accuracy",
-    ),
-    pytest.param(
-        *_way(FamilyModule, _of("gemma2")),
-        marks=pytest.mark.follows("Only their shape, dtype and device are known here."),
-        id="caps",
-    ),
-    pytest.param(
-        *_way(FewLogits),
-        marks=pytest.mark.follows("Only their shape, dtype and device are known here."),
-        id="few logits",
-    ),
-    pytest.param(
-        *_way(WithoutHead),
-        marks=pytest.mark.follows("Only their shape, dtype and device are known here."),
-        id="base model",
+    *(
+        pytest.param(
+            *_way(kind, make),
+            marks=pytest.mark.follows("Only their shape, dtype and device are known here."),
+            id=name,
+        )
+        for name, kind, make in (
+            ("accuracy", Accuracy, _llama),
+            ("caps", FamilyModule, _of("gemma2")),
+            ("few logits", FewLogits, _llama),
+            ("base model", WithoutHead, _llama),
+        )
     ),
     follows(
         "and these do not come back from a worker with the head. Call it without output_…=True, "
         "or take `head: true` out of the plan.",
-        _runs(States, _llama, two_stages),
+        _runs(CollectingModule, _llama, two_stages),
         _equals(FamilyModule, _llama, two_stages),
     ),
     follows(

@@ -26,6 +26,7 @@ from ..families import (
     MIXTURES,
     NO_KEY_VALUE_HEADS,
     SIZES,
+    CollectingModule,
     FamilyModule,
     fit_family,
     tiny_model,
@@ -362,12 +363,6 @@ def _checkpointed() -> PreTrainedModel:
     return model
 
 
-class _Collecting(FamilyModule):
-    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
-        loss: Tensor = self.model(**batch, output_hidden_states=True).loss
-        return loss
-
-
 class _Retaining(FamilyModule):
     def backward(self, loss: Tensor, *_: Any) -> None:
         loss.backward(retain_graph=True)
@@ -478,7 +473,7 @@ def twice(make: Make, plan: PlanOf = over_two, **options: Any) -> tuple[Act, Act
         ),
         follows(
             "Call it without them. Use `micro_batching='boundary'`",
-            *twice(lambda: _Collecting(model_of("llama"))),
+            *twice(lambda: CollectingModule(model_of("llama"))),
         ),
         follows(
             "slices along the tokens do not support it. Use `micro_batching='boundary'`",
