@@ -258,7 +258,8 @@ class _Entry(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, crossing: _Crossing, hidden: Tensor, *others: Tensor) -> Tensor:
         ctx.crossing, ctx.num_tensors = crossing, 1 + len(others)
-        return hidden.new_zeros(())
+        # Token ids have no gradient, and a token of their dtype would have none either.
+        return hidden.new_zeros((), dtype=torch.float32)
 
     @staticmethod
     def backward(ctx: Any, _token: Tensor) -> tuple[Tensor | None, ...]:
