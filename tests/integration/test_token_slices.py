@@ -505,8 +505,6 @@ def refused(match: str, make: Make, plan: PlanOf, workers: list[str]) -> None:
     ("plan", "match"),
     [
         (of_stage(compile=True), "has `compile: true`, which does not work with"),
-        (of_stage(embedding=True), "has `embedding: true`"),
-        (of_stage(head=True), "has `head: true`"),
         (of_stage(weights="disk", recompute="layers"), "has `weights: disk`"),
         (lambda workers: Plan([StagePlan(workers[:2], (0, 4))], NUM_SLICES), "several workers"),
         (
@@ -520,7 +518,7 @@ def refused(match: str, make: Make, plan: PlanOf, workers: list[str]) -> None:
             "`recompute: true` for the coordinator's layers",
         ),
     ],
-    ids=["compile", "embedding", "head", "weights", "replicas", "recompute here"],
+    ids=["compile", "weights", "replicas", "recompute here"],
 )
 def test_a_plan_that_slices_do_not_support_is_refused(
     plan: PlanOf, match: str, workers: list[str]
