@@ -58,7 +58,8 @@ through several rooms:
                            search.py; a user asks for it by Wishes in planner/solver.py
     an end of the model    follow `embedding` and `head`: plan.py, model/layers.py, model/head.py,
                            model/hollow.py, model/recipe.py, coordinator/deployment.py
-                           (layers_of_stage), pipeline/placement.py, planner/ (has_embedding)
+                           (layers_of_stage), pipeline/placement.py, planner/ (has_embedding),
+                           pipeline/sliced_loss.py
     how replicas agree     replicas.py of both ends; and when: coordinator/optimizers.py (add_up),
                            coordinator/steps.py, worker/session.py
     keys and values        pipeline/stage.py (StageCaches), pipeline/token_slices.py;

@@ -82,10 +82,19 @@ class HeadAtOnce(nn.Module):
 def with_head_at_once(
     parts: Sequence[tuple[LayerCall, nn.Module]],
 ) -> list[tuple[LayerCall, nn.Module]]:
-    """Calls of layers and of the head, with the head as one layer."""
+    """Calls of layers and of the head, with the head as one layer.
+
+    Raises:
+        ModelError: If one part of the head does not get the result of the part before alone.
+    """
     head = [part for part in parts if part[0].layer_index in HEAD_LAYERS]
     if not head:
         return [*parts]
+    if any(call.arithmetic or call.handed_on or call.carried for call, _ in head):
+        raise ModelError(
+            "The model computes with tensors between the parts of its head, and a slice along the "
+            f"tokens has them as one layer; {_REMEDY}."
+        )
     call = LayerCall(LOSS_LAYER, head[-1][0].training, (), {})
     return [*parts[: -len(head)], (call, HeadAtOnce(head))]
 

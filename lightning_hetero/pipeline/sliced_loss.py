@@ -102,7 +102,7 @@ def shifted_labels(given: Mapping[str, Any], num_tokens: int) -> Tensor:
 
 def _unknown(name: str, tensor: Tensor) -> BatchError:
     return BatchError(
-        f"The argument {name} of the loss has the shape {tuple(tensor.shape)}, and how it belongs "
-        "to the tokens of a sequence is unknown. Use `micro_batching='boundary'`, which leaves "
-        "the loss whole."
+        f"The argument {name} of the loss has the shape {tuple(tensor.shape)}, and its place in "
+        "slices along the tokens is unknown. Use `micro_batching='boundary'`, which leaves the "
+        "loss whole."
     )

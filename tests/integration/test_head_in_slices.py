@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ import pytest
 import torch
 import transformers.loss.loss_utils as losses
 from torch import Tensor
-from transformers import PreTrainedModel
+from transformers import GraniteConfig, GraniteForCausalLM, PreTrainedModel
 
 from lightning_hetero import HeteroPipelineStrategy, Plan, StagePlan
 from lightning_hetero.coordinator import token_slices
@@ -26,6 +27,7 @@ from ..families import (
     FLOOR,
     MIXTURES,
     NUM_LAYERS,
+    SIZES,
     FamilyModule,
     fit_family,
     tiny_model,
@@ -228,17 +230,21 @@ class Skipping(FamilyModule):
         return loss
 
 
-def embedding_away(workers: list[str]) -> Plan:
+def embedding_away(workers: list[str], recompute: Any = False) -> Plan:
     """The head on the coordinator."""
-    plan = OVER_TWO(workers)
+    plan = both_ends(2, 2, recompute=recompute)(workers)
     return replace(plan, stages=[replace(stage, head=False) for stage in plan.stages])
 
 
-@pytest.mark.parametrize("kind", keeping([FamilyModule], [FamilyModule, Skipping]))
+@pytest.mark.parametrize(
+    ("kind", "recompute"),
+    keeping([(FamilyModule, False)], [(FamilyModule, False), (Skipping, False), (Skipping, True)]),
+)
 def test_an_embedding_on_a_worker_trains_with_the_head_here(
-    kind: type[FamilyModule], workers: list[str]
+    kind: type[FamilyModule], recompute: Any, workers: list[str]
 ) -> None:
-    _plain(workers, embedding_away, lambda: kind(tiny_model("llama")), 1e-5)
+    plan = partial(embedding_away, recompute=recompute)
+    _plain(workers, plan, lambda: kind(tiny_model("llama")), 1e-5)
 
 
 class Labelled(FamilyModule):
@@ -333,7 +339,7 @@ def test_a_lost_worker_with_the_head_comes_back(place: str, call: int, tmp_path:
     assert_same_run(found, expected)
 
 
-@pytest.mark.follows("Take `head: true` out of the plan, so that the loss stays whole with the …")
+@pytest.mark.follows("Take `head: true` out of the plan, so that the loss stays whole")
 def test_a_loss_that_is_no_sum_is_refused(
     workers: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -350,6 +356,14 @@ def test_a_loss_that_is_no_sum_is_refused(
     expected = fit_family(tiny_model("llama"))
     found = fit_family(tiny_model("llama"), in_slices(embedding_away(workers)))
     assert_near(found, expected, 2 * TOLERANCE)
+
+
+@repeats("integration/test_token_slices.py::test_what_is_refused_trains_by_its_remedy")
+def test_a_scale_of_logits_is_refused(workers: list[str]) -> None:
+    torch.manual_seed(0)
+    model = GraniteForCausalLM(GraniteConfig(**SIZES, logits_scaling=2.0))
+    with pytest.raises(BatchError, match="The head passes on more than hidden states"):
+        fit_family(model, in_slices(OVER_TWO(workers)))
 
 
 @repeats("integration/test_patched_code.py")

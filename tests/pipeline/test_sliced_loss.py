@@ -13,8 +13,9 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers.loss.loss_utils import ForCausalLMLoss
 
-from lightning_hetero.errors import BatchError
-from lightning_hetero.model.head import HeadLoss
+from lightning_hetero.errors import BatchError, ModelError
+from lightning_hetero.model.carried_tensors import Arithmetic
+from lightning_hetero.model.head import HeadLoss, with_head_at_once
 from lightning_hetero.model.layer_call import LayerCall, put_hidden
 from lightning_hetero.model.layers import LOGITS_LAYER, LOSS_LAYER, NORM_LAYER
 from lightning_hetero.pipeline.boundary import Activation, Gradients, Surroundings
@@ -167,6 +168,31 @@ def test_what_is_refused_goes_right_by_its_remedy(
     request: pytest.FixtureRequest, wrong: Act, right: Act
 ) -> None:
     come_and_follow(request, wrong, right, None)
+
+
+def heads(**changes: Any) -> Act:
+    """Makes one layer of a head, with changes of the call of its norm."""
+
+    def act() -> None:
+        norm = LayerCall(NORM_LAYER, True, (), {}, **changes)
+        with_head_at_once([(norm, nn.Identity()), (called(), HeadLoss(ForCausalLMLoss))])
+
+    return act
+
+
+@pytest.mark.follows("a slice along the tokens has them as one layer; take `head: true` out of the")
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"arithmetic": (Arithmetic("@5+0", "multiply", (2.0,)),)},
+        {"handed_on": "@3.0"},
+    ],
+    ids=str,
+)
+def test_computation_between_the_parts_of_a_head_is_refused(changes: Any) -> None:
+    heads()()
+    with pytest.raises(ModelError, match="between the parts of its head"):
+        heads(**changes)()
 
 
 def test_labels_of_other_tokens_are_refused() -> None:
