@@ -16,6 +16,7 @@ from transformers import PreTrainedModel
 from lightning_hetero import HeteroPipelineStrategy, Plan, StagePlan, windows
 from lightning_hetero.errors import HeteroError
 from lightning_hetero.pipeline.turns import current_turn
+from lightning_hetero.plan import Recompute
 
 from ..conftest import worker_process
 from ..equality import assert_close, differing
@@ -114,13 +115,13 @@ def test_family_has_the_gradients_of_one_device(
 @pytest.mark.parametrize(
     ("counts", "recompute"),
     keeping(
-        [((0, 2, 2), True)],
-        all_pairs([(0, 2, 2), (2, 2), (0, 1, 2, 1)], [False, True]),
+        [((0, 2, 2), "layers")],
+        all_pairs([(0, 2, 2), (2, 2), (0, 1, 2, 1)], [False, True, "layers"]),
     ),
     ids=str,
 )
 def test_plan_has_the_gradients_of_one_device(
-    counts: tuple[int, ...], recompute: bool, workers: list[str]
+    counts: tuple[int, ...], recompute: Recompute, workers: list[str]
 ) -> None:
     expected = fit_family(model_of("qwen3"))
     plan = plan_of(workers, counts, NUM_SLICES)
@@ -268,12 +269,27 @@ def test_dropout_has_the_bits_of_the_run_without_workers(
 
 
 @pytest.mark.filterwarnings("ignore:The plan has no stage on a worker")
-@repeats("test_dropout_has_the_bits_of_the_run_without_workers")
-def test_a_forward_that_runs_again_draws_the_same_masks(workers: list[str]) -> None:
+@pytest.mark.parametrize(
+    ("name", "options"),
+    keeping(
+        [("adapters", {"recompute": "layers", "weights": "disk"})],
+        [
+            ("gpt2", {"recompute": True}),
+            ("gpt2", {"recompute": "layers"}),
+            ("llama", {"recompute": "layers"}),
+            ("adapters", {"recompute": "layers"}),
+            ("adapters", {"recompute": "layers", "weights": "disk"}),
+        ],
+    ),
+    ids=str,
+)
+def test_a_forward_that_runs_again_draws_the_same_masks(
+    name: str, options: dict[str, Any], workers: list[str]
+) -> None:
     shares: Shares = [("a", 2), ("b", 2)]
-    found = drawing("gpt2", workers[:2], shares, recompute=True)
-    assert found.losses == alone("gpt2").losses
-    assert differing(found, alone("gpt2")) == []
+    found = drawing(name, workers[:2], shares, **options)
+    assert found.losses == alone(name).losses
+    assert differing(found, alone(name)) == []
 
 
 @pytest.mark.filterwarnings("ignore:The plan has no stage on a worker")
@@ -434,6 +450,10 @@ def of_stage(**changes: Any) -> PlanOf:
     return lambda workers: Plan([StagePlan(workers[:1], (0, 4), **changes)], NUM_SLICES)
 
 
+def over_replicas(workers: list[str]) -> Plan:
+    return Plan([StagePlan(workers[:2], (0, 4))], NUM_SLICES)
+
+
 def trains(make: Make, plan: PlanOf, micro_batching: Any, **options: Any) -> Act:
     def act(workers: list[str]) -> None:
         strategy = HeteroPipelineStrategy(workers[:2], plan(workers), micro_batching=micro_batching)
@@ -465,7 +485,7 @@ def twice(make: Make, plan: PlanOf = over_two, **options: Any) -> tuple[Act, Act
         ),
         follows(
             "Take it from the plan. Use `micro_batching='boundary'`",
-            *twice(llama, of_stage(recompute="layers")),
+            *twice(llama, over_replicas),
         ),
         follows(
             "or switch it off. Use `micro_batching='boundary'`",
@@ -507,8 +527,7 @@ def refused(match: str, make: Make, plan: PlanOf, workers: list[str]) -> None:
         (of_stage(compile=True), "has `compile: true`, which does not work with"),
         (of_stage(embedding=True), "has `embedding: true`"),
         (of_stage(head=True), "has `head: true`"),
-        (of_stage(weights="disk", recompute="layers"), "has `weights: disk`"),
-        (lambda workers: Plan([StagePlan(workers[:2], (0, 4))], NUM_SLICES), "several workers"),
+        (over_replicas, "several workers"),
         (
             lambda workers: Plan(
                 [
@@ -520,7 +539,7 @@ def refused(match: str, make: Make, plan: PlanOf, workers: list[str]) -> None:
             "`recompute: true` for the coordinator's layers",
         ),
     ],
-    ids=["compile", "embedding", "head", "weights", "replicas", "recompute here"],
+    ids=["compile", "embedding", "head", "replicas", "recompute here"],
 )
 def test_a_plan_that_slices_do_not_support_is_refused(
     plan: PlanOf, match: str, workers: list[str]
