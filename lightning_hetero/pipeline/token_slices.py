@@ -442,7 +442,8 @@ class SequenceKeys:
         Raises:
             RemoteProtocolError: If another slice is next.
         """
-        expected = max(self._come.values()) if self._backward_at is None else self._backward_at
+        last = max(self._come.values(), default=end)
+        expected = last if self._backward_at is None else self._backward_at
         if end != expected:
             raise RemoteProtocolError(
                 f"The backward of the slice up to token {end} came, and the one of the slice up to "
@@ -473,13 +474,19 @@ class SlicePass:
 
     Args:
         keys: The keys and values of its sequence.
+
+    Attributes:
+        start: The number of its first token.
+        end: The number after its last one.
+        is_last: Whether it is the last slice.
+        is_again: Whether its forward has run, and may run again.
     """
 
     keys: SequenceKeys
     start: int = 0
     end: int = 0
     is_last: bool = False
-    _has_run: bool = False
+    is_again: bool = False
     # The caches of the forward that runs.
     _caches: dict[int, _LayerCache] = field(default_factory=dict)
     _masks: dict[torch.dtype, Tensor] = field(default_factory=dict)
@@ -497,11 +504,8 @@ class SlicePass:
         Raises:
             ModelError: If a slice before this one has not come.
         """
-        use = call.cache
-        if use is None:
-            raise ModelError(f"Layer {call.layer_index} has no place for keys and values.")
-        if not self._has_run:
-            self.keys.check_next(call.layer_index, use.length)
+        if call.cache is not None and not self.is_again:
+            self.keys.check_next(call.layer_index, call.cache.length)
 
         def run_with_cache(hidden: Tensor) -> Any:
             args, kwargs = self.arguments(call, layer, hidden)
@@ -513,14 +517,17 @@ class SlicePass:
     def arguments(
         self, call: LayerCall, layer: nn.Module, hidden: Tensor
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """The layer's arguments besides the hidden states, with the cache in its place.
+        """The layer's arguments besides the hidden states, with the cache in its place if the call
+        has one.
 
         Raises:
             ModelError: If the layer takes none.
             RemoteProtocolError: If the slice ends after its sequence.
         """
         use, index = call.cache, cache_index(layer)
-        if use is None or index is None:
+        if use is None:
+            return call.args, call.kwargs
+        if index is None:
             raise ModelError(f"Layer {call.layer_index} has no place for keys and values.")
         length, self.end = hidden.shape[1], use.length + hidden.shape[1]
         self.start, num_tokens = use.length, use.num_tokens or 0
@@ -571,9 +578,9 @@ class SlicePass:
                     f"Layer {number} has put the keys of {each.end} tokens into its key-value "
                     f"cache, and {self.end} have come. {REMEDY}"
                 )
-            if not self._has_run:
+            if not self.is_again:
                 self.keys.note_come(number, self.end)
-        self._has_run = True
+        self.is_again = True
         self._caches.clear()
         # Each slice would keep its own until its backward.
         self._masks.clear()
