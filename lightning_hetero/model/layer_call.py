@@ -47,6 +47,7 @@ class CacheUse:
         length: Positions in the cache before the call.
         window: The number of positions in a layer's sliding window; None for all.
         rows: The samples to select from the cache first, in this order; None for all.
+        num_tokens: The length of the sequence of a slice; None for other caches.
     """
 
     number: int
@@ -54,6 +55,7 @@ class CacheUse:
     length: int
     window: int | None = None
     rows: Tensor | None = None
+    num_tokens: int | None = None
 
     @property
     def is_of_slices(self) -> bool:

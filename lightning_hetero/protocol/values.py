@@ -190,6 +190,7 @@ class CacheArgument(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         length: Positions in the layer's cache, as the coordinator counts them.
         window: The layer's sliding window; None without one.
         rows: A tensor with the selected samples of the cache; None for all.
+        num_tokens: The length of the sequence of a slice; None for other caches.
     """
 
     number: Count
@@ -197,6 +198,7 @@ class CacheArgument(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     length: Count
     window: Count | None
     rows: Value
+    num_tokens: Count | None = None
 
 
 class ArithmeticBehind(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
