@@ -22,7 +22,7 @@ from ..devices.device import forked_generators
 from ..errors import BatchError, ModelError, PlanError
 from ..model.head import HeadLoss
 from ..model.kv_cache import cache_index
-from ..model.layer_call import LayerCall, caches_among, put_hidden, take_hidden, without_cache
+from ..model.layer_call import LayerCall, caches_among, take_hidden, without_cache
 from ..model.layers import EMBEDDING_LAYER, NORM_LAYER, describe_layer, is_end
 from ..pipeline.boundary import Activation
 from ..pipeline.handover import Request
@@ -82,14 +82,10 @@ def _refused_key(stage: StagePlan) -> str | None:
     if len(stage.workers) > 1:
         # A slice needs the keys of the slice before, which another replica would have.
         return f"several workers ({', '.join(stage.workers)})"
-    if stage.weights is not None:
-        return f"`weights: {stage.weights}`"
     if stage.compile:
         return "`compile: true`"
-    if stage.recompute == "layers":
-        return "`recompute: layers` (`recompute: true` works)"
     if stage.recompute and stage.is_local:
-        return "`recompute: true` for the coordinator's layers"
+        return f"`recompute: {str(stage.recompute).lower()}` for the coordinator's layers"
     return None
 
 
@@ -283,8 +279,7 @@ class TokenSlices:
         for index, (each, piece) in enumerate(zip(slices, pieces, strict=True)):
             seed(index)
             one, cut = SlicePass(keys), each.cut_call(call, layer)
-            given = put_hidden(piece, *one.arguments(cut, layer, piece), place)
-            results.append(run(*given[0], **given[1]))
+            results.append(one.calling(run, cut, layer)(piece))
             one.end_forward()
         return _joined(results, number)
 

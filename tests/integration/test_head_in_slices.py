@@ -47,14 +47,14 @@ FAMILIES = [family for family in CONFIGS if family not in (*MIXTURES, "gemma2", 
 PlanOf = Callable[[list[str]], Plan]
 
 
-def both_ends(*counts: int, recompute: Any = False) -> PlanOf:
+def both_ends(*counts: int, **options: Any) -> PlanOf:
     """Each worker with so many layers, the first with the embedding and the last with the head."""
 
     def plan(workers: list[str]) -> Plan:
         ends = [sum(counts[: number + 1]) for number in range(len(counts))]
         bounds = zip([0, *ends], ends, strict=False)
         stages = [
-            StagePlan([name], each, recompute) for name, each in zip(workers, bounds, strict=False)
+            StagePlan([name], each, **options) for name, each in zip(workers, bounds, strict=False)
         ]
         stages[0] = replace(stages[0], embedding=True)
         stages[-1] = replace(stages[-1], head=True)
@@ -123,7 +123,7 @@ def test_plans_have_the_same_bits(workers: list[str]) -> None:
             OVER_TWO,
             WHOLE,
             both_ends(1, 3, recompute=True),
-            both_ends(4, recompute=True),
+            both_ends(4, recompute="layers"),
         )
     )
     for found in others:
@@ -199,6 +199,7 @@ class ThawsHead(FamilyModule):
             (llama, OVER_TWO, {"precision": "bf16-true"}, 2e-2),
             (adapters, OVER_TWO, {}, 1e-5),
             (adapters, both_ends(2, 2, recompute=True), {}, 1e-5),
+            (adapters, both_ends(2, 2, recompute="layers", weights="disk"), {}, 1e-5),
             (tied_adapters, WHOLE, {}, 1e-5),
             (lambda: ByHand(tiny_model("llama")), OVER_TWO, {}, 1e-5),
             (lambda: ThawsHead(tiny_model("llama")), OVER_TWO, {}, 1e-5),

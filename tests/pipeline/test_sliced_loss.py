@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._python_dispatch import TorchDispatchMode
 from transformers.loss.loss_utils import ForCausalLMLoss
 
 from lightning_hetero.errors import BatchError, ModelError
@@ -26,6 +24,7 @@ from lightning_hetero.pipeline.trial_slices import loss_difference
 
 from ..families import tiny_model
 from ..remedies import Act, come_and_follow, follows
+from ..storages import StorageCount
 
 NUM_SAMPLES, NUM_TOKENS, VOCABULARY = 3, 10, 13
 
@@ -200,37 +199,8 @@ def test_labels_of_other_tokens_are_refused() -> None:
         cutting(called(labels=LABELS[:, 1:]))()
 
 
-class Large(TorchDispatchMode):
-    """Counts the bytes of storages of a size at least that are there at once."""
-
-    def __init__(self, least_bytes: int) -> None:
-        super().__init__()
-        self._least_bytes = least_bytes
-        self._seen: dict[int, tuple[StorageWeakRef, int]] = {}
-        self.most_bytes = 0
-
-    @property
-    def present_bytes(self) -> int:
-        self._seen = {key: each for key, each in self._seen.items() if not each[0].expired()}
-        return sum(size for _, size in self._seen.values())
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None
-    ) -> Any:
-        made = func(*args, **(kwargs or {}))
-        for tensor in made if isinstance(made, (tuple, list)) else (made,):
-            if (
-                isinstance(tensor, Tensor)
-                and tensor.untyped_storage().nbytes() >= self._least_bytes
-            ):
-                storage = tensor.untyped_storage()
-                self._seen[storage._cdata] = StorageWeakRef(storage), storage.nbytes()
-        self.most_bytes = max(self.most_bytes, self.present_bytes)
-        return made
-
-
-# The logits of a slice are larger than the weight of the output embedding.
-LONG, WIDE, SLICES = 128, 4096, 4
+# The logits of a slice are larger than all else.
+LONG, WIDE, SLICES = 256, 16_384, 4
 
 
 @contextmanager
@@ -259,15 +229,15 @@ def stage_with_head(recompute: Any) -> Iterator[tuple[Stage, list[list[LayerCall
     )
 
 
-@pytest.mark.parametrize("recompute", [False, True])
+@pytest.mark.parametrize("recompute", [False, True, "layers"])
 def test_a_stage_holds_the_logits_of_one_slice_at_a_time(recompute: Any) -> None:
     of_slice = LONG // SLICES * WIDE * torch.float32.itemsize
-    with stage_with_head(recompute) as (stage, calls, hidden), Large(of_slice) as large:
+    with stage_with_head(recompute) as (stage, calls, hidden), StorageCount() as count:
         for index, (own, leaf) in enumerate(zip(calls, hidden, strict=True)):
             stage.forward(Key(index), Activation(leaf), Surroundings(True, None, own))
-            assert large.present_bytes == 0
+            assert count.live_bytes < of_slice
         for index in reversed(range(SLICES)):
             stage.backward(Key(index), Gradients((torch.ones(()),)))
-        assert large.present_bytes == 0
-    # The logits, the logarithms of their probabilities, and the gradients of both.
-    assert of_slice <= large.most_bytes <= 4 * of_slice
+    # The logits, their gradient and the logarithms of their probabilities, and less than one more
+    # for all else.
+    assert of_slice <= count.peak_bytes < 4 * of_slice
