@@ -27,6 +27,7 @@ from ..model.layers import EMBEDDING_LAYER, NORM_LAYER, describe_layer, is_end
 from ..pipeline.boundary import Activation
 from ..pipeline.handover import Request
 from ..pipeline.microbatch import CheckFirstBatch
+from ..pipeline.sliced_loss import shift_loss
 from ..pipeline.stage import on_trial
 from ..pipeline.token_slices import (
     REMEDY,
@@ -127,7 +128,8 @@ class TokenSlices:
         """
         self._check_request(request)
         slices = self.cut.slices(request.hidden.shape[1])
-        pieces = [self._piece(request, each) for each in slices]
+        shifted = _with_shifted_labels(request)
+        pieces = [self._piece(shifted, each) for each in slices]
         if len(slices) > 1 and self._check != "off":
             self._try(request, slices, trial)
         return pieces
@@ -149,15 +151,16 @@ class TokenSlices:
 
     def prefix(self, request: Request) -> Request:
         """The first slice of a hand-over as a sequence of its own."""
-        return self._piece(request, self.cut.slices(request.hidden.shape[1])[0], has_cache=False)
+        first = self.cut.slices(request.hidden.shape[1])[0]
+        return self._piece(_with_shifted_labels(request), first, has_cache=False)
 
     def _to_try(self, request: Request, slices: Sequence[Slice]) -> Request:
         """The tried part of a hand-over as a sequence of its own, up to the head's norm: its output
         embedding is a `torch.nn.Linear`, and would make many logits."""
-        piece = self._piece(request, _tried_part(slices), has_cache=False)
-        calls = [c for c in piece.surroundings.calls if c.layer_index <= NORM_LAYER]
-        around = replace(piece.surroundings, calls=calls, collect=[TRIED_SLICES])
-        return Request(piece.hidden, around)
+        calls = [c for c in request.surroundings.calls if c.layer_index <= NORM_LAYER]
+        around = replace(request.surroundings, calls=calls, collect=[TRIED_SLICES])
+        tried = Request(request.hidden, around)
+        return self._piece(tried, _tried_part(slices), has_cache=False)
 
     def _piece(self, request: Request, each: Slice, has_cache: bool = True) -> Request:
         calls = [
@@ -311,6 +314,15 @@ class TokenSlices:
         kind = hidden.device.type
         autocast = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
         self._judge(call.layer_index, answer, [hidden.dtype, autocast])
+
+
+def _with_shifted_labels(request: Request) -> Request:
+    """The hand-over with labels that may be cut, if it ends with the loss."""
+    around = request.surroundings
+    if not around.has_loss:
+        return request
+    loss = shift_loss(around.calls[-1], request.hidden.shape[1])
+    return Request(request.hidden, replace(around, calls=[*around.calls[:-1], loss]))
 
 
 def _tried_part(slices: Sequence[Slice]) -> Slice:

@@ -33,20 +33,17 @@ LABELS = ("labels", "shift_labels")
 _SIGNATURE = inspect.signature(ForCausalLMLoss)
 
 
-def cut_loss(call: LayerCall, start: int, end: int, num_tokens: int) -> LayerCall:
-    """The call of the loss for a slice of a sequence.
+def shift_loss(call: LayerCall, num_tokens: int) -> LayerCall:
+    """The call of the loss for a whole sequence, with its labels shifted and counted.
 
     Args:
         call: The call for the whole sequence.
-        start: The number of the slice's first token.
-        end: The number after its last one.
         num_tokens: The length of the sequence.
 
     Raises:
         BatchError: If an argument has an unknown form.
     """
-    kwargs = of_slice(loss_arguments(call), start, end, num_tokens)
-    return replace(call, args=(), kwargs=kwargs, place=_LOGITS)
+    return replace(call, args=(), kwargs=shifted(loss_arguments(call), num_tokens), place=_LOGITS)
 
 
 def loss_arguments(call: LayerCall) -> dict[str, Any]:
@@ -59,45 +56,42 @@ def loss_arguments(call: LayerCall) -> dict[str, Any]:
     return {name: value for name, value in given.items() if name != _LOGITS} | others
 
 
-def of_slice(given: Mapping[str, Any], start: int, end: int, num_tokens: int) -> dict[str, Any]:
-    """The arguments of the loss of a slice; see `cut_loss`.
+def shifted(given: Mapping[str, Any], num_tokens: int) -> dict[str, Any]:
+    """The arguments of the loss with a label for each token, of the shape (samples, tokens), and
+    the number of labels that count.
 
     Args:
-        given: The arguments for the whole sequence.
-        start: The number of the slice's first token.
-        end: The number after its last one.
+        given: The arguments as a model gives them.
         num_tokens: The length of the sequence.
 
     Raises:
         BatchError: If an argument has an unknown form.
     """
-    others = {name: value for name, value in given.items() if name not in LABELS}
-    for name, value in others.items():
+    for name, value in given.items():
         for tensor in tensors_in(value):
-            if tensor.ndim:
+            if tensor.ndim and name not in LABELS:
                 raise _unknown(name, tensor)
-    labels = shifted_labels(given, num_tokens)
-    if given["num_items_in_batch"] is None:
-        others["num_items_in_batch"] = int((labels != given["ignore_index"]).sum())
-    return {**others, "labels": None, "shift_labels": labels[:, start:end].contiguous()}
-
-
-def shifted_labels(given: Mapping[str, Any], num_tokens: int) -> Tensor:
-    """The label of each token, of the shape (samples, tokens).
-
-    Args:
-        given: The arguments of the loss for the whole sequence.
-        num_tokens: The length of the sequence.
-
-    Raises:
-        BatchError: If there are labels of other tokens.
-    """
     labels: Tensor | None = given["shift_labels"]
     if labels is None:
         labels = nn.functional.pad(given["labels"], (0, 1), value=given["ignore_index"])[..., 1:]
     if labels.numel() % num_tokens:
         raise _unknown("labels", labels)
-    return labels.reshape(-1, num_tokens)
+    count = given["num_items_in_batch"]
+    if count is None:
+        count = int((labels != given["ignore_index"]).sum())
+    labels = labels.reshape(-1, num_tokens)
+    return {**given, "labels": None, "shift_labels": labels, "num_items_in_batch": count}
+
+
+def of_slice(given: Mapping[str, Any], start: int, end: int) -> dict[str, Any]:
+    """The arguments of the loss of a slice.
+
+    Args:
+        given: The arguments for the whole sequence, from `shifted`.
+        start: The number of the slice's first token.
+        end: The number after its last one.
+    """
+    return {**given, "shift_labels": given["shift_labels"][:, start:end].contiguous()}
 
 
 def _unknown(name: str, tensor: Tensor) -> BatchError:

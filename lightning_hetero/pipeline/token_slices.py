@@ -34,7 +34,7 @@ from ..model.kv_cache import LayersElsewhere, cache_index
 from ..model.layer_call import SLICES, CacheUse, LayerCall, Place, put_hidden
 from ..model.layers import EMBEDDING_LAYER, LOSS_LAYER, describe_layer, is_end
 from ..model.placeholders import instances_in, mapped
-from .sliced_loss import cut_loss
+from .sliced_loss import of_slice
 
 Call = Callable[..., Any]
 
@@ -171,7 +171,8 @@ class Slice:
         """The call of a layer for the slice.
 
         Args:
-            call: The call for the whole sequence, without a cache.
+            call: The call for the whole sequence, without a cache; of a loss with the arguments
+                of `shift_loss`.
             layer: The layer.
             has_cache: Whether the slice goes on from the keys and values of earlier slices;
                 otherwise it must be the first one.
@@ -180,7 +181,7 @@ class Slice:
             BatchError: If an argument has an unknown form.
         """
         if call.layer_index == LOSS_LAYER:
-            return cut_loss(call, self.start, self.end, self.num_tokens)
+            return replace(call, kwargs=of_slice(call.kwargs, self.start, self.end))
         args, kwargs = [*call.args], dict(call.kwargs)
         cache_at: Place = cache_place(layer) or ""
         for name, place, value in _named(call, layer):

@@ -17,7 +17,8 @@ from torch import Tensor, nn
 from ..errors import ModelError
 from ..model.captured_outputs import collecting
 from ..model.layer_call import LayerCall, ResultForm, put_hidden
-from .sliced_loss import LABELS, loss_arguments, of_slice, shifted_labels
+from ..model.layers import describe_layer
+from .sliced_loss import LABELS, loss_arguments, of_slice, shifted
 from .token_slices import REMEDY, SequenceKeys, Slice, SlicePass
 from .tolerance import norm_error, relative_error, worst_gradient
 from .twin import made_up
@@ -63,8 +64,8 @@ def tried_in_slices(
             pieces, found = _in_slices(layer, call, hidden, run or layer, slices)
     except Exception as error:
         raise ModelError(
-            f"Layer {call.layer_index} ({type(layer).__name__}) cannot run on slices of a "
-            f"sequence: {error} {REMEDY}"
+            f"{describe_layer(call.layer_index).capitalize()} ({type(layer).__name__}) cannot run "
+            f"on slices of a sequence: {error} {REMEDY}"
         ) from error
     of_results = norm_error(torch.cat(pieces, 1), whole)
     of_gradients = worst_gradient(_defined(found, expected), _defined(expected, found)).error
@@ -92,16 +93,16 @@ def loss_difference(
     given, num_tokens = loss_arguments(call), slices[-1].end
     given |= {name: _of_few(given[name], given["ignore_index"]) for name in LABELS}
     given["vocab_size"] = _FEW
-    labels = shifted_labels(given, num_tokens)
+    of_sequence = shifted(given, num_tokens)
+    labels = of_sequence["shift_labels"]
     numbers = torch.arange(labels.numel() * _FEW, dtype=torch.float32, device=labels.device)
     logits = numbers.sin().view(*labels.shape, _FEW).requires_grad_()
     with torch.enable_grad():
         whole = function(logits, **given)
+        cut = logits.split([each.end - each.start for each in slices], 1)
         pieces = [
-            function(
-                each.cut(logits).contiguous(), **of_slice(given, each.start, each.end, num_tokens)
-            )
-            for each in slices
+            function(piece.contiguous(), **of_slice(of_sequence, each.start, each.end))
+            for each, piece in zip(slices, cut, strict=True)
         ]
         total = torch.stack(pieces).sum()
         of_slices, of_whole = (torch.autograd.grad(each, logits)[0] for each in (total, whole))

@@ -18,6 +18,7 @@ from lightning_hetero.model.layer_call import LayerCall, put_hidden
 from lightning_hetero.model.layers import LOGITS_LAYER, LOSS_LAYER, NORM_LAYER
 from lightning_hetero.pipeline.boundary import Activation, Gradients, Surroundings
 from lightning_hetero.pipeline.rule import Key
+from lightning_hetero.pipeline.sliced_loss import shift_loss
 from lightning_hetero.pipeline.stage import Stage
 from lightning_hetero.pipeline.token_slices import Slice, SliceCut, Work, check_form
 from lightning_hetero.pipeline.trial_slices import loss_difference
@@ -72,14 +73,17 @@ def loss_of(call: LayerCall, logits: Tensor) -> Tensor:
     return loss
 
 
+def cut(each: Slice, call: LayerCall) -> LayerCall:
+    """The call of the loss for a slice."""
+    return each.cut_call(shift_loss(call, NUM_TOKENS), nn.Identity())
+
+
 def both_losses(call: LayerCall, num_slices: int) -> list[tuple[Tensor, Tensor]]:
     """The loss of the sequence and the sum of its slices', each with the gradient of the logits."""
     torch.manual_seed(1)
     logits = torch.randn(NUM_SAMPLES, NUM_TOKENS, VOCABULARY, requires_grad=True)
-    layer = HeadLoss(ForCausalLMLoss)
     pieces = [
-        loss_of(each.cut_call(call, layer), each.cut(logits).contiguous())
-        for each in slices_of(num_slices)
+        loss_of(cut(each, call), each.cut(logits).contiguous()) for each in slices_of(num_slices)
     ]
     losses = (loss_of(call, logits), torch.stack(pieces).sum())
     return [(loss.detach(), torch.autograd.grad(loss, logits)[0]) for loss in losses]
@@ -97,8 +101,7 @@ def test_losses_of_slices_add_up_to_the_loss(call: LayerCall, num_slices: int) -
 
 def test_a_slice_without_labels_has_the_loss_zero_and_no_gradient() -> None:
     logits = torch.randn(NUM_SAMPLES, 4, VOCABULARY, requires_grad=True)
-    call = Slice(0, 4, NUM_TOKENS).cut_call(CALLS["a prompt is ignored"], nn.Identity())
-    loss = loss_of(call, logits)
+    loss = loss_of(cut(Slice(0, 4, NUM_TOKENS), CALLS["a prompt is ignored"]), logits)
     loss.backward()
     assert float(loss.detach()) == 0.0
     assert logits.grad is not None
@@ -145,7 +148,7 @@ def test_a_loss_that_is_no_sum_over_tokens_is_found(function: Callable[..., Tens
 
 
 def cutting(call: LayerCall) -> Act:
-    return lambda: slices_of(3)[1].cut_call(call, nn.Identity())
+    return lambda: cut(slices_of(3)[1], call)
 
 
 @pytest.mark.parametrize(
@@ -219,7 +222,7 @@ def stage_with_head(recompute: Any) -> Iterator[tuple[Stage, list[list[LayerCall
     calls = [LayerCall(number, True, (), dict(kwargs)) for number in (0, 1)]
     calls += [LayerCall(number, True, (), {}) for number in (NORM_LAYER, LOGITS_LAYER)]
     labels = torch.arange(LONG)[None]
-    calls.append(called(labels=labels, vocab_size=WIDE))
+    calls.append(shift_loss(called(labels=labels, vocab_size=WIDE), LONG))
     slices = SliceCut(SLICES, Work(1.0, 0.0)).slices(LONG)
     hidden = torch.randn(1, LONG, 16)
     yield (
