@@ -159,6 +159,17 @@ def tied_adapters() -> FamilyModule:
     return FamilyModule(with_lora(tiny_model("llama", tie_word_embeddings=True), "llama"))
 
 
+def training(part: str) -> Callable[[], FamilyModule]:
+    """A model with all but one part frozen."""
+
+    def make() -> FamilyModule:
+        model = tiny_model("llama").requires_grad_(False)
+        model.get_submodule(part).requires_grad_(True)
+        return FamilyModule(model)
+
+    return make
+
+
 class ByHand(FamilyModule):
     """Manual optimization, with two forwards for each batch."""
 
@@ -203,6 +214,10 @@ class ThawsHead(FamilyModule):
             (tied_adapters, WHOLE, {}, 1e-5),
             (lambda: ByHand(tiny_model("llama")), OVER_TWO, {}, 1e-5),
             (lambda: ThawsHead(tiny_model("llama")), OVER_TWO, {}, 1e-5),
+            (training("lm_head"), OVER_TWO, {}, 1e-5),
+            (training("lm_head"), both_ends(2, 2, recompute="layers"), {}, 1e-5),
+            (training("model.embed_tokens"), OVER_TWO, {}, 1e-5),
+            (training("model.layers.0"), both_ends(2, 2, recompute=True), {}, 1e-5),
         ],
     ),
 )
