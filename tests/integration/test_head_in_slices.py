@@ -14,7 +14,7 @@ import transformers.loss.loss_utils as losses
 from torch import Tensor
 from transformers import GraniteConfig, GraniteForCausalLM, PreTrainedModel
 
-from lightning_hetero import HeteroPipelineStrategy, Plan, StagePlan
+from lightning_hetero import HeteroPipelineStrategy, Plan, StagePlan, windows
 from lightning_hetero.coordinator import token_slices
 from lightning_hetero.errors import BatchError, StageFailed
 from lightning_hetero.pipeline.trial_slices import loss_difference
@@ -324,6 +324,14 @@ class AnotherIndex(Labelled):
 )
 def test_labels_count_as_on_one_device(kind: type[Labelled], workers: list[str]) -> None:
     _plain(workers, OVER_TWO, lambda: kind(tiny_model("llama")), 1e-5)
+
+
+@repeats("test_labels_count_as_on_one_device")
+def test_a_window_of_batches_trains_as_accumulation_does(workers: list[str]) -> None:
+    data = loader(6, 1)
+    expected = fit(llama(), "auto", data, accumulate_grad_batches=3)
+    found = fit(llama(), in_slices(OVER_TWO(workers)), windows(data, 3))
+    assert_close(found.state_dict(), expected.state_dict(), FLOOR)
 
 
 @repeats("test_labels_count_as_on_one_device")
