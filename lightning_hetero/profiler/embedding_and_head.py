@@ -350,6 +350,10 @@ class EndsRunner:
                 return False
         return unreadable.is_what_entered(passed.entered)
 
+    def result(self, batch: Any) -> Any:
+        """The result of ``training_step`` for a micro-batch."""
+        return self._stepped(batch, _Pass(self.device), {})[0]
+
     def measure(self, batch: Any, patience_seconds: float) -> dict[str, m.LayerMeasured]:
         """Measure both ends on a micro-batch; they have gradients afterwards.
 
@@ -413,7 +417,13 @@ class EndsRunner:
     def _forward(
         self, batch: Any, passed: _Pass, forms: dict[int, ResultForm] | None = None
     ) -> tuple[Tensor | None, PassingLayers]:
-        module, forms = self.module, {} if forms is None else forms
+        result, passing = self._stepped(batch, passed, {} if forms is None else forms)
+        return loss_of(result), passing
+
+    def _stepped(
+        self, batch: Any, passed: _Pass, forms: dict[int, ResultForm]
+    ) -> tuple[Any, PassingLayers]:
+        module = self.module
         enter, leave = passed.enter, passed.leave
         passing = PassingLayers(
             module, self.layers, self.on_meta, self.outputs, enter, leave, forms
@@ -424,7 +434,7 @@ class EndsRunner:
             passed.mark()
             with module.trainer.precision_plugin.train_step_context():
                 result = step(batch, *index)
-        return loss_of(result), passing
+        return result, passing
 
 
 def _backward(out: Tensor, leaf: Tensor, retain_graph: bool) -> None:
