@@ -1,10 +1,11 @@
 """Whether the head may be on a worker, and the head as workers measure it.
 
-The head may leave if workers know its classes (`find_head`), and if a training takes only the loss.
-The second has two tests. A dry run of ``training_step`` has the head away as in a real run, with a
-made-up loss. Each read of logits is refused there, and logits in the result or in an attribute are
-noticed at its end. A step may also read logits of some batches only: so a mention of ``logits`` in
-the user's classes keeps the head here too. Code of evaluations may mention them.
+The head may leave if workers know its classes (`find_head`), and if the run does nothing that a
+worker with the head refuses. This has two tests. Dry runs of ``training_step``, and of
+``validation_step`` if the run validates, have the head away as in a real run, with a made-up loss
+and made-up logits. Refusals end them, and logits in the result of a training or in an attribute are
+noticed at their end. Code may also act on some batches only: so some names in the user's classes
+and callbacks keep the head here too.
 """
 
 from __future__ import annotations
@@ -15,7 +16,6 @@ import logging
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from types import CodeType
 from typing import Any, NoReturn
 
 import torch
@@ -38,12 +38,20 @@ from ..plan import HEAD_LAYERS
 from ..protocol import messages as m
 from ..protocol.frames import Content
 from .embedding_and_head import EndsRunner
+from .named_in_code import own_methods, said_in
 
 logger = logging.getLogger(__name__)
 
-# The beginnings of the names of methods for evaluations.
+# The beginnings of the names of methods for evaluations, in which logits are here.
 _EVALUATING = ("validation_", "test_", "predict_", "on_validation_", "on_test_", "on_predict_")
-_LIBRARIES = frozenset({"builtins", "lightning", "pytorch_lightning", "torch", "transformers"})
+_LOGITS = "logits"
+# A worker with the head refuses these in evaluations too.
+_REFUSED = frozenset(
+    {
+        *("generate", "logits_to_keep", "output_attentions", "output_hidden_states"),
+        "output_router_logits",
+    }
+)
 # Logits, their copy in float32, and a gradient of each.
 _COPIES_OF_LOGITS = 4
 _DIGITS = 8
@@ -51,7 +59,7 @@ _DIGITS = 8
 
 def head_setting(module: pl.LightningModule, layers: Sequence[DecoderLayer], is_cut: bool) -> str:
     """Whether the head could leave by its class and by the user's code, for the settings of a
-    profile. The code of ``training_step`` belongs to it: it decides the answer of the dry run.
+    profile. The code of the steps belongs to it: it decides the answer of the dry runs.
 
     Args:
         module: The LightningModule.
@@ -60,8 +68,10 @@ def head_setting(module: pl.LightningModule, layers: Sequence[DecoderLayer], is_
     """
     if not is_cut or _head_of(module, layers) is None:
         return ""
-    code = list(_said_in(_code_of(type(module).training_step)))
-    digest = hashlib.sha256(repr(code).encode()).hexdigest()
+    steps = [type(module).training_step]
+    if module.trainer.enable_validation:
+        steps.append(type(module).validation_step)
+    digest = hashlib.sha256(repr([*map(said_in, steps)]).encode()).hexdigest()
     return f"could leave {digest[:_DIGITS]}"
 
 
@@ -69,7 +79,7 @@ def _head_of(
     module: pl.LightningModule, layers: Sequence[DecoderLayer]
 ) -> dict[int, DecoderLayer] | None:
     """The parts of the head by their numbers, or None if its class or the user's code keeps it."""
-    if _names_logits(module):
+    if _is_named(module):
         return None
     try:
         found = find_head(module, layers, has_embedding=False)
@@ -79,45 +89,13 @@ def _head_of(
     return found
 
 
-def _names_logits(module: pl.LightningModule) -> bool:
-    """Whether the user's code for trainings has the name or the text ``logits``."""
-    own = [c for c in type(module).__mro__ if c.__module__.partition(".")[0] not in _LIBRARIES]
-    members = ((name, member) for each in own for name, member in vars(each).items())
+def _is_named(module: pl.LightningModule) -> bool:
+    """Whether the user's code names what a worker with the head refuses."""
+    callbacks: list[Any] = module.trainer.callbacks  # type: ignore[attr-defined]
     return any(
-        "logits" in _said_in(_code_of(member))
-        for name, member in members
-        if not name.startswith(_EVALUATING)
+        bool(_REFUSED & said) or (_LOGITS in said and not name.startswith(_EVALUATING))
+        for name, said in own_methods([type(module), *map(type, callbacks)])
     )
-
-
-def _code_of(member: Any) -> CodeType | None:
-    """The code of a method, also of a decorated one."""
-    function = getattr(member, "fget", None) or getattr(member, "__func__", member)
-    while hasattr(function, "__wrapped__"):
-        function = function.__wrapped__
-    return getattr(function, "__code__", None)
-
-
-def _said_in(code: CodeType | None) -> Iterator[Any]:
-    """The names and constants in a code and in the functions inside it."""
-    if code is None:
-        return
-    yield from (*code.co_names, *code.co_varnames, *code.co_freevars, code.co_code)
-    for constant in code.co_consts:
-        yield from _said_by(constant)
-
-
-def _said_by(constant: Any) -> Iterator[Any]:
-    """A constant of a code, or everything in it."""
-    if isinstance(constant, CodeType):
-        yield from _said_in(constant)
-    elif isinstance(constant, tuple):
-        for each in constant:
-            yield from _said_by(each)
-    elif isinstance(constant, frozenset):
-        yield from sorted(constant, key=repr)  # its own order differs between processes
-    else:
-        yield constant
 
 
 @dataclass(frozen=True)
@@ -164,6 +142,9 @@ def head_sample(runner: EndsRunner, batches: Mapping[int, Any]) -> HeadSample | 
     try:
         for size, batch in batches.items():
             found[size] = _called(runner, parts, batch)
+        if runner.module.trainer.enable_validation:
+            with _away(runner, parts, _NoWorker(parts)):
+                runner.result(batches[min(batches)], evaluates=True)
     except Exception as error:
         # With the head here the same step may run well, so the error says only this.
         logger.debug("The head stays with the coordinator: %s", error)
@@ -211,10 +192,11 @@ def _called(
     Raises:
         ModelError: If ``training_step`` takes more than one loss.
     """
-    worker = _NoWorker()
+    worker = _NoWorker(parts)
     with _away(runner, parts, worker):
         result = runner.result(batch)
-        if any(map(is_away, instances_in(result, Tensor))) or len(worker.asked) != 1:
+        is_returned = any(map(is_away, instances_in(result, Tensor)))
+        if is_returned or len(worker.asked) != 1 or worker.num_logits:
             raise ModelError("The `training_step` does not take one loss of the model alone.")
         del result
         gc.collect()
@@ -238,22 +220,26 @@ def _away(
         hollow.hollow()
         undo.callback(LabelsSeen().hand_over_loss(runner.module, runner.layers))
         yield
+        hollow.check_finished()
 
 
 class _NoWorker:
-    """Stands for a worker with the head: it notes the calls, and makes up the loss."""
+    """Stands for a worker with the head: it notes calls for a loss, and makes up the answers."""
 
-    def __init__(self) -> None:
+    def __init__(self, parts: Mapping[int, DecoderLayer]) -> None:
         self.asked: list[tuple[Tensor, Surroundings]] = []
+        self.num_logits = 0
+        self._num_rows = parts[LOGITS_LAYER].module.get_parameter("weight").shape[0]
 
     def exchange(
         self, hidden: Tensor, calls: list[LayerCall], kinds: list[str], _entering: object
     ) -> tuple[Tensor, Iterable[tuple[str, Tensor]]]:
         around = surroundings_here(hidden, calls, kinds)
-        if not around.has_loss:
-            raise ModelError("The model was called without labels.")
-        self.asked.append((torch.empty_like(hidden, device="meta"), around))
-        return hidden.float().mean(), []
+        if around.has_loss:
+            self.asked.append((torch.empty_like(hidden, device="meta"), around))
+            return hidden.float().mean(), []
+        self.num_logits += 1
+        return hidden.new_zeros(*hidden.shape[:-1], self._num_rows), []
 
     def fetch(self, *_args: object) -> NoReturn:
         raise ModelError("The head's weights are away in a dry run.")

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from lightning.pytorch import Callback, Trainer
 from torch import Tensor, nn
 
 from lightning_hetero.errors import ModelError
@@ -24,6 +25,12 @@ from lightning_hetero.protocol import messages as m
 from ..models import SEQUENCE_LENGTH, VOCABULARY, TinyModule
 from .test_embedding_and_head import OfFamily, running
 from .test_trials import Clock, subject, talk
+
+
+@pytest.fixture(autouse=True)
+def no_validation(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A Trainer without data believes that it validates."""
+    monkeypatch.setattr(Trainer, "enable_validation", False)
 
 
 def sample_of(module: TinyModule) -> HeadSample | None:
@@ -73,6 +80,47 @@ class ByText(TinyModule):
     def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
         if {*batch} & {"input_ids", "labels"}:
             self.log("best", [outputs.get(name, 0) for name in ("loss", "logits")][0])
+
+
+class Helped(TinyModule):
+    """Reads logits on some batches, in a function elsewhere."""
+
+    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
+        found = self.model(**batch)
+        if batch_idx % 100 == 99:
+            self.log("best", best_of(found))
+        return found.loss
+
+
+def best_of(found: Any) -> Tensor:
+    return Helper().best(found)
+
+
+class Helper:
+    def best(self, found: Any) -> Tensor:
+        best: Tensor = found.logits.argmax()
+        return best
+
+
+class Generating(TinyModule):
+    """Generates after an evaluation."""
+
+    def on_validation_epoch_end(self) -> None:
+        self.model.generate(max_new_tokens=2)
+
+
+class Looking(Callback):
+    def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, *_: Any) -> None:
+        if trainer.global_step == 100:
+            outputs["logits"].argmax()
+
+
+class WithoutHead(TinyModule):
+    """Calls the model without its head in evaluations."""
+
+    def validation_step(self, batch: dict[str, Tensor], batch_idx: int) -> None:
+        states = self.model.model(input_ids=batch["input_ids"])[0]
+        self.log("size", states.norm())
 
 
 def decorated(method: Callable[..., Any]) -> Callable[..., Any]:
@@ -143,6 +191,8 @@ class Evaluating(TinyModule):
         (Rarely, False),
         (ByText, False),
         (Decorated, False),
+        (Helped, False),
+        (Generating, False),
         (Own, False),
         (Twice, False),
         (Penalized, False),
@@ -153,6 +203,28 @@ def test_a_head_leaves_if_a_training_takes_only_the_loss(
     build: Callable[[], TinyModule], expected: bool
 ) -> None:
     assert (sample_of(build()) is not None) is expected
+
+
+def test_callbacks_may_keep_it_too() -> None:
+    module = TinyModule()
+    layers = find_decoder_layers(module)
+    with running(module):
+        assert head_setting(module, layers, is_cut=True)
+        module.trainer.callbacks.append(Looking())  # type: ignore[attr-defined]
+        assert not head_setting(module, layers, is_cut=True)
+
+
+@pytest.mark.parametrize(
+    ("build", "expected"), [(TinyModule, True), (Evaluating, True), (WithoutHead, False)]
+)
+def test_evaluations_in_a_training_are_tried_too(
+    build: type[TinyModule], expected: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert sample_of(build()) is not None
+    monkeypatch.setattr(Trainer, "enable_validation", True)
+    module = build()
+    assert (sample_of(module) is not None) is expected
+    assert all(each.training for each in module.modules())
 
 
 @pytest.mark.parametrize("build", [TinyModule, Reading])
@@ -171,7 +243,8 @@ def test_looking_leaves_the_weights_as_they_were(build: type[TinyModule]) -> Non
 
 def test_the_setting_follows_the_code_of_the_step() -> None:
     def setting(kind: type[TinyModule], is_cut: bool = True) -> str:
-        return head_setting(made := kind(), find_decoder_layers(made), is_cut)
+        with running(made := kind()):
+            return head_setting(made, find_decoder_layers(made), is_cut)
 
     assert setting(TinyModule) == setting(Evaluating) != setting(Reading)
     assert setting(TinyModule).startswith("could leave ")
