@@ -182,7 +182,6 @@ class LayerTrial:
     """A layer to measure, or the head; `m.MeasureLayer` carries it to a worker.
 
     Args:
-        number: The layer's number, or that of the head's first part.
         hidden_shape: The shape of its hidden states.
         hidden_dtype: The dtype of its hidden states.
         wants_gradient: Whether the hidden states have a backward.
@@ -193,7 +192,6 @@ class LayerTrial:
         patience_seconds: The time to spend.
     """
 
-    number: int
     hidden_shape: tuple[int, ...]
     hidden_dtype: torch.dtype
     wants_gradient: bool
@@ -239,7 +237,6 @@ class LayerTrial:
         if len(numbers) != 1 and numbers != [*HEAD_LAYERS]:
             raise ModelError(f"One layer is measured at a time, not {len(numbers)}.")
         return cls(
-            number=numbers[0],
             hidden_shape=tuple(message.hidden.shape),
             hidden_dtype=message.hidden.torch_dtype,
             wants_gradient=message.wants_gradient,

@@ -34,7 +34,6 @@ from ..pipeline.bench import LayerTrial
 from ..pipeline.boundary import Surroundings
 from ..pipeline.handover import surroundings_here
 from ..pipeline.stage_layers import describe_parameters
-from ..plan import HEAD_LAYERS
 from ..protocol import messages as m
 from ..protocol.frames import Content
 from .embedding_and_head import EndsRunner
@@ -172,7 +171,6 @@ def head_sample(runner: EndsRunner, batches: Mapping[int, Any]) -> HeadSample | 
 def _trial(hidden: Tensor, around: Surroundings) -> LayerTrial:
     """The trial of the head; its patience is set later."""
     return LayerTrial(
-        number=HEAD_LAYERS[0],
         hidden_shape=tuple(hidden.shape),
         hidden_dtype=hidden.dtype,
         wants_gradient=True,

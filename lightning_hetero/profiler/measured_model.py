@@ -166,7 +166,6 @@ class MadeUpOutputs:
         if key not in self._known:
             around = surroundings_here(hidden, [replace(call, layer_index=number)], kinds)
             trial = LayerTrial(
-                number=number,
                 hidden_shape=tuple(hidden.shape),
                 hidden_dtype=hidden.dtype,
                 wants_gradient=False,
@@ -328,7 +327,6 @@ class Subject:
         """The trial of a layer for a job."""
         example, number = self.examples[job.micro_batch_size], self.blueprint.number_of(job.kind)
         return LayerTrial(
-            number=number,
             hidden_shape=tuple(example.inputs[number].shape),
             hidden_dtype=example.inputs[number].dtype,
             wants_gradient=self.wants_gradient[number],
