@@ -79,7 +79,8 @@ def with_head_away(candidate: Candidate) -> Candidate | None:
         return None
     team = candidate.teams[-1]
     is_whole = len(candidate.teams) == 1 and candidate.embedding_left
-    is_tied = model.part(HEAD).parameter_bytes == 0
+    # A norm of its own remains in the part of a tied head.
+    is_tied = model.part(HEAD).parameter_bytes == 0 or model.tied_gradient_bytes > 0
     is_other = any(s.name == COORDINATOR or s.option.dtype != model.dtype for s in team)
     if is_other or (is_tied and not is_whole):
         return None

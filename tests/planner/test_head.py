@@ -9,7 +9,7 @@ from benchmarks.planner_optimality.main import BOUND, compare
 from lightning_hetero.errors import PlanError
 from lightning_hetero.plan import COORDINATOR, Plan, StagePlan
 from lightning_hetero.planner.candidates import Candidate, Costs
-from lightning_hetero.planner.feasibility import candidate_of, check_plan
+from lightning_hetero.planner.feasibility import candidate_of, check_plan, with_head_away
 from lightning_hetero.planner.membership import joined, left
 from lightning_hetero.planner.profile import EMBEDDING, HEAD, Link, LinkSpeed, Part, Profile
 from lightning_hetero.planner.remedies import fastest_with_script
@@ -131,6 +131,17 @@ def test_the_verdict_names_both_remedies_of_a_slow_head(head_seconds: float) -> 
     said = [each.text for each in advice if each.kind == "slow head"]
     assert len(said) == (head_seconds > 1)
     assert all("start the script on `" in text and "`head: true`" in text for text in said)
+
+
+def test_a_tied_head_leaves_only_with_the_embedding() -> None:
+    tied = cluster(40)
+    tied = replace(tied, model=replace(tied.model, tied_gradient_bytes=8))
+    assert with_head_away(candidate_of(plan_with(False), cluster(40))) is not None
+    assert with_head_away(candidate_of(plan_with(False), tied)) is None
+    whole = Plan([StagePlan(["a"], (0, NUM_LAYERS), embedding=True)], micro_batches=4)
+    found = with_head_away(candidate_of(whole, tied))
+    assert found is not None
+    assert found.head_left
 
 
 def measured_there(of: Profile, head_seconds: float, *names: str, **options: object) -> Profile:

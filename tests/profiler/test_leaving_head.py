@@ -23,8 +23,7 @@ from lightning_hetero.profiler.trials import HeadPreparation, head_trials
 from lightning_hetero.protocol import messages as m
 
 from ..models import SEQUENCE_LENGTH, VOCABULARY, TinyModule
-from .test_embedding_and_head import OfFamily, running
-from .test_trials import Clock, subject, talk
+from .dry_runs import Clock, OfFamily, running, subject, talk
 
 
 @pytest.fixture(autouse=True)
