@@ -276,13 +276,13 @@ class _Joined(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, own: Tensor, kept: _Kept, start: int) -> Tensor:
-        ctx.kept, ctx.start = kept, start
+        ctx.layer_tokens, ctx.start = kept, start
         return kept.put(own, start)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        return ctx.kept.pass_back(gradient, ctx.start), None, None
+        return ctx.layer_tokens.pass_back(gradient, ctx.start), None, None
 
 
 @dataclass

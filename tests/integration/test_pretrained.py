@@ -15,6 +15,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 import lightning_hetero
 from lightning_hetero import HeteroPipelineStrategy, Plan, StagePlan
 from lightning_hetero.errors import ModelError
+from lightning_hetero.model import checkpoint_reader
 from lightning_hetero.model.checkpoint_reader import Checkpoint
 from lightning_hetero.protocol import messages as m
 from lightning_hetero.protocol.frames import Frame, encode_frame
@@ -75,6 +76,21 @@ def test_all_weights_train_and_come_back(family: str, workers: list[str], tmp_pa
     found = train(lambda: build_from_checkpoint(folder, quantize=False, lora=False), strategy)
     assert found.losses == pytest.approx(expected.losses, rel=1e-5)
     assert not [name for name, p in found.named_parameters() if p.is_meta]
+
+
+def test_weights_in_pieces_have_the_same_bits(
+    workers: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = save_tiny("llama", tmp_path)
+
+    def run() -> PretrainedModule:
+        strategy = HeteroPipelineStrategy(workers[:2], plan_over(workers))
+        return train(lambda: build_from_checkpoint(folder, quantize=False, lora=False), strategy)
+
+    whole = run()
+    monkeypatch.setattr(checkpoint_reader, "LARGE_BYTES", 0)
+    monkeypatch.setattr(checkpoint_reader, "PIECE_BYTES", 256)
+    assert run().losses == whole.losses
 
 
 def test_packing_on_the_worker_gives_the_same_bits(workers: list[str], tmp_path: Path) -> None:
