@@ -12,6 +12,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cache, cached_property
+from itertools import compress, repeat
+from operator import itemgetter
 from typing import Any
 
 import torch
@@ -250,7 +252,9 @@ def put_hidden(
 
 def caches_among(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[tuple[Place, Cache]]:
     """Every key-value cache among the arguments, with its position or name."""
-    return [(place, value) for place, value in _by_place(args, kwargs) if isinstance(value, Cache)]
+    placed = _by_place(args, kwargs)
+    are_caches = map(isinstance, map(itemgetter(1), placed), repeat(Cache))
+    return [*compress(placed, are_caches)]
 
 
 def _by_place(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[tuple[Place, Any]]:
