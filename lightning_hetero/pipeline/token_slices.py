@@ -342,7 +342,7 @@ class _Kept:
             if len(later) != len(total):
                 raise ModelError(
                     f"A slice of a sequence has a gradient of {len(total)} keys, and later slices "
-                    f"have one of {len(later)}. {REMEDY}"
+                    f"have one of {len(later)}."
                 )
             total = later.add_(total)
         # A copy, so the gradients of later tokens leave the memory.
