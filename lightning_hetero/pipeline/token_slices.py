@@ -21,6 +21,7 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
+from itertools import chain
 from typing import Any, NamedTuple
 
 import torch
@@ -313,9 +314,15 @@ class _Kept:
         if self.is_cut:
             joined: Tensor = _Joined.apply(own, self, start)  # type: ignore[no-untyped-call]
             return joined
-        past = [] if self._tokens is None else [self._tokens]
-        self._tokens = torch.cat([*past, own.movedim(-2, 0)])
-        return self._tokens.movedim(0, -2)
+        known = own.new_empty(0) if self._tokens is None else self._tokens
+        total = torch.cat([*([known[:start]] if start else []), own.movedim(-2, 0)])
+        if len(known) == start:  # otherwise the layer runs again
+            self._tokens = total
+        return total.movedim(0, -2)
+
+    def cut_graph(self) -> None:
+        """Let the graph go, with all slices in it; a layer may run again."""
+        self._tokens = None if self._tokens is None else self._tokens.detach()
 
     def put(self, own: Tensor, start: int) -> Tensor:
         """Keep the tokens of a slice; returns all up to it, without a copy."""
@@ -427,6 +434,12 @@ class SequenceKeys:
     def note_come(self, number: int, end: int) -> None:
         """A layer has the keys and values up to a token."""
         self._come[number] = end
+
+    def cut_graph(self) -> None:
+        """Let the graph go after the last slice: it may hold functions with these keys, and the
+        collector cannot see through a graph."""
+        for each in chain.from_iterable(self._layers.values()):
+            each.cut_graph()
 
     @property
     def have_gradients(self) -> bool:
