@@ -46,6 +46,7 @@ from ..protocol import messages as m
 from ..protocol.frames import Content
 from ..protocol.tensor_bytes import DTYPES, dtype_name
 from .embedding_and_head import EndsRunner, Example, embedding_to_leave, parameters_of_ends
+from .leaving_head import HeadSample, head_sample
 
 # These attributes do not change the cost: a stage recomputes as a whole, and modes come with each
 # call.
@@ -165,7 +166,6 @@ class MadeUpOutputs:
         if key not in self._known:
             around = surroundings_here(hidden, [replace(call, layer_index=number)], kinds)
             trial = LayerTrial(
-                number=number,
                 hidden_shape=tuple(hidden.shape),
                 hidden_dtype=hidden.dtype,
                 wants_gradient=False,
@@ -306,6 +306,7 @@ class Subject:
         dtype: The compute dtype of the user's precision.
         converts_weights: Whether a stage's own dtype applies to its weights too.
         embedding_may_leave: Whether a worker may have the input embedding.
+        head: The head, if a worker may have it.
     """
 
     blueprint: Blueprint
@@ -315,6 +316,7 @@ class Subject:
     dtype: Dtype
     converts_weights: bool
     embedding_may_leave: bool = False
+    head: HeadSample | None = None
 
     @property
     def kinds(self) -> list[str]:
@@ -325,7 +327,6 @@ class Subject:
         """The trial of a layer for a job."""
         example, number = self.examples[job.micro_batch_size], self.blueprint.number_of(job.kind)
         return LayerTrial(
-            number=number,
             hidden_shape=tuple(example.inputs[number].shape),
             hidden_dtype=example.inputs[number].dtype,
             wants_gradient=self.wants_gradient[number],
@@ -464,6 +465,11 @@ def sight(
         dtype=_dtype(first),
         converts_weights=not isinstance(trainer.precision_plugin, MixedPrecision),
         embedding_may_leave=embedding is not None and runner.only_layers_read(embedding, largest),
+        head=(
+            None
+            if cutting.at_boundary
+            else head_sample(runner, {size: cutting.batch(size) for size in examples})
+        ),
     )
     return ModelSighting(subject, bench, runner, cutting, batch_size)
 
@@ -539,6 +545,8 @@ def model_profile(
         dtype=subject.dtype,
         tied_gradient_bytes=gradient_bytes(tied_parameters(root, layers)),
         embedding_may_leave=subject.embedding_may_leave,
+        head_may_leave=subject.head is not None,
+        logits_bytes_per_sample=0 if subject.head is None else subject.head.logits_bytes_per_sample,
     )
 
 
