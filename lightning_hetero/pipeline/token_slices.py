@@ -366,6 +366,11 @@ class _Kept:
         end = start + len(first)
         if self._tokens is None:
             self._tokens = first.new_empty((self.room, *first.shape[1:]))
+        if self._tokens.dtype != first.dtype:  # a copy would round without a word
+            raise ModelError(
+                f"The keys of a slice are {first.dtype}, and those of earlier slices are "
+                f"{self._tokens.dtype}. {REMEDY}"
+            )
         # Earlier slices have saved tokens from here, which do not change.
         self._tokens.data[start:end] = first
         return self._tokens.data[:end].movedim(0, -2)

@@ -320,6 +320,19 @@ def twice_over() -> nn.Module:
     return made
 
 
+def joining(*dtypes: torch.dtype) -> Act:
+    """Puts keys of these dtypes into the cache, a token each."""
+
+    def act() -> None:
+        keys = SequenceKeys()
+        for start, dtype in enumerate(dtypes):
+            own = torch.ones(1, 1, 1, 2, dtype=dtype)
+            found, _ = keys.cache(0, start, len(dtypes)).update(own, own)
+            assert found.shape == (1, 1, start + 1, 2)
+
+    return act
+
+
 def going_back(*, is_cut: bool) -> Act:
     """Runs two slices back; the keys of the first one may have no graph."""
 
@@ -370,6 +383,11 @@ FULL = torch.ones(1, 1, NUM_TOKENS, NUM_TOKENS, dtype=torch.bool)
             "keep one set of keys for each layer. Use `micro_batching='boundary'`",
             running(twice_over),
             running(llama_layer),
+        ),
+        follows(
+            "and those of earlier slices are …. Use `micro_batching='boundary'`",
+            joining(torch.float32, torch.bfloat16),
+            joining(torch.float32, torch.float32),
         ),
         follows(
             "and later slices have gradients for them. Use `micro_batching='boundary'`",
