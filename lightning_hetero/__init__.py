@@ -62,7 +62,8 @@ through several rooms:
     how replicas agree     replicas.py of both ends; and when: coordinator/optimizers.py (add_up),
                            coordinator/steps.py, worker/session.py
     keys and values        pipeline/stage.py (StageCaches), pipeline/token_slices.py;
-                           model/kv_cache.py is the model's own cache
+                           model/kv_cache.py is the model's own cache; their bytes:
+                           profiler/token_slices.py, planner/token_slices.py
 
 Imports point one way: cli -> verify -> strategy -> callbacks, guard, replan -> profiler -> report,
 coordinator -> telemetry, doctor, launch -> worker, discovery, pairing -> planner, transport ->

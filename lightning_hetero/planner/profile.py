@@ -65,6 +65,27 @@ class Part(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_default
     is_experts: bool = False
 
 
+class TokenSlices(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
+    """How a model runs on slices of its sequences along the tokens.
+
+    Bytes are for one layer and all sequences of a batch, and the most of all layers.
+
+    Args:
+        weight_work: The multiplications of all layers with weights, for one token.
+        pair_work: Their multiplications for one token and one token before it.
+        key_value_bytes: The keys and values of the whole sequences.
+        attended_bytes: The keys and values of the whole sequences in the form that attention keeps
+            for a backward.
+        pair_bytes: Masks and weights of attention, for one token and one token that it attends to.
+    """
+
+    weight_work: Share
+    pair_work: Share
+    key_value_bytes: Count
+    attended_bytes: Count
+    pair_bytes: Count = 0
+
+
 class ModelProfile(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
     """The planner's knowledge of a model.
 
@@ -83,6 +104,8 @@ class ModelProfile(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit
         embedding_may_leave: Whether a worker with the first layer may have the input embedding. It
             may if the embedding is all of the `EMBEDDING` part except buffers, and its output goes
             only to the first layer.
+        slices: How it runs on slices along the tokens, if batches are cut so. A sample is then one
+            token of each sequence of a batch.
     """
 
     fingerprint: Name
@@ -94,6 +117,7 @@ class ModelProfile(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit
     dtype: Dtype = "float32"
     tied_gradient_bytes: Count = 0
     embedding_may_leave: bool = False
+    slices: TokenSlices | None = None
 
     def part(self, name: str) -> Part:
         """The part with this name."""

@@ -36,6 +36,7 @@ from ..transport.link_probe import measure_link, payload
 from .embedding_and_head import parameters_of_ends
 from .measured_model import LayerJob, ModelIdentity, ModelSighting, Subject, model_profile
 from .software import measure_software
+from .token_slices import of_mean_slices
 from .trials import (
     DeviceResult,
     LayerSchedule,
@@ -329,6 +330,9 @@ class Measuring:
                 self.module, self.layers, self._subject, optimizers, identity.fingerprint
             )
             self._settle(model, results, ends)
+            if self._subject.slices is not None:
+                for result in results.values():
+                    result.timings = of_mean_slices(result.timings, self._subject.examples)
         if COORDINATOR in names:
             results[COORDINATOR] = _with_ends(results[COORDINATOR], ends)
         reading = self._described_with_reading(workers) if model.has_frozen_layers else {}

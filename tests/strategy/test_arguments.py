@@ -63,9 +63,14 @@ def in_slices(**options: Any) -> Act:
     ("wrong", "right"),
     [
         follows(
-            "Pass a plan of your own, or `plan='even'`",
-            in_slices(),
+            "Pass `plan='auto'`, `plan='even'` or a plan of your own.",
+            in_slices(plan="replicated"),
             in_slices(plan="even", micro_batches=8),
+        ),
+        follows(
+            "Pass `plan='auto'`, `plan='even'` or a plan of your own.",
+            in_slices(plan="replicated"),
+            in_slices(),
         ),
         follows(
             "cuts sequences. Leave `replan` out.",

@@ -1,0 +1,159 @@
+"""Measures layers for slices along the tokens, on the first slices of a batch's sequences.
+
+In n slices of equal work the first one has 1/n of the work of the sequence, and attends to itself
+alone. So layers run on it as on a sequence, and its time stands for each of the n slices. It is the
+longest of them, so its bytes are brought to the mean length.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+import torch
+from msgspec import structs
+from torch import Tensor, nn
+
+from ..errors import ModelError
+from ..model.layer_call import LayerCall, caches_among, result_on_meta
+from ..model.layers import describe_layer
+from ..model.stored import shapes_only
+from ..pipeline.token_slices import (
+    REMEDY,
+    SequenceKeys,
+    Slice,
+    SliceCut,
+    SlicePass,
+    check_form,
+    refusal,
+    work_of,
+)
+from ..planner.profile import Timing, TokenSlices
+from .embedding_and_head import Example
+
+# The numbers of slices whose first ones are measured; the seconds of others lie between.
+_MEASURED = (1, 8, 64)
+
+
+def slice_examples(
+    whole: Example, layers: Sequence[nn.Module], sizes: Sequence[int] | None
+) -> tuple[int, dict[int, Example]]:
+    """The tokens of a sequence, and examples of first slices by the mean size of such slices.
+
+    Args:
+        whole: A batch of sequences.
+        layers: All decoder layers.
+        sizes: The sizes to measure; by default an eighth of the sequence, a 64th, and all of it.
+
+    Raises:
+        ModelError: If a layer cannot run on slices.
+        BatchError: If an argument of a layer has an unknown form.
+    """
+    check_form(whole.hidden, 0)
+    for number, layer in enumerate(layers):
+        if (why := refusal(layer)) is not None:
+            raise ModelError(
+                f"{describe_layer(number).capitalize()} ({type(layer).__name__}) cannot run on "
+                f"slices along the tokens: {why}. {REMEDY}"
+            )
+    num_tokens, work = whole.hidden.shape[1], work_of(layers)
+    wanted = [num_tokens // count for count in _MEASURED] if sizes is None else sizes
+    found = {}
+    # The whole sequence also says the bytes of a token.
+    for size in sorted({num_tokens, *(min(max(1, size), num_tokens) for size in wanted)}):
+        first = SliceCut(round(num_tokens / size), work).slices(num_tokens)[0]
+        found[size] = replace(
+            whole,
+            inputs={number: first.cut(hidden) for number, hidden in whole.inputs.items()},
+            calls={
+                number: first.cut_call(call, layers[number], has_cache=False)
+                for number, call in whole.calls.items()
+            },
+        )
+    return num_tokens, found
+
+
+def of_mean_slices(timings: Sequence[Timing], examples: Mapping[int, Example]) -> list[Timing]:
+    """The timings of layers on first slices, with the bytes of slices of mean length."""
+    found = []
+    for timing in timings:
+        share = timing.micro_batch_size / examples[timing.micro_batch_size].hidden.shape[1]
+        saved_bytes, peak_bytes = (
+            round(share * size) for size in (timing.saved_bytes, timing.peak_bytes)
+        )
+        found.append(structs.replace(timing, saved_bytes=saved_bytes, peak_bytes=peak_bytes))
+    return found
+
+
+def describe_slices(
+    whole: Example, layers: Sequence[nn.Module], on_meta: Sequence[nn.Module]
+) -> TokenSlices:
+    """The model's part of the profile on slices.
+
+    Args:
+        whole: A batch of sequences.
+        layers: All decoder layers.
+        on_meta: For each of them a layer without content.
+
+    Raises:
+        ModelError: If a layer keeps no keys and values.
+    """
+    work, samples = work_of(layers), whole.hidden.shape[0]
+    kept = [
+        _keys_and_values(on_meta[number], call, whole.inputs[number])
+        for number, call in whole.calls.items()
+    ]
+    itemsize = whole.hidden.dtype.itemsize
+    return TokenSlices(
+        weight_work=work.a,
+        pair_work=work.b,
+        key_value_bytes=max(kept),
+        attended_bytes=max(
+            round(num_bytes * _num_repeats(layers[number]))
+            for number, num_bytes in zip(whole.calls, kept, strict=True)
+        ),
+        pair_bytes=samples * max(_pair_bytes(layer, itemsize) for layer in layers),
+    )
+
+
+def _keys_and_values(layer: nn.Module, call: LayerCall, hidden: Tensor) -> int:
+    """The bytes of the keys and values of a layer for all sequences.
+
+    Raises:
+        ModelError: If its cache stays empty.
+    """
+    num_tokens, one = hidden.shape[1], SlicePass(SequenceKeys())
+    cut = Slice(0, num_tokens, num_tokens).cut_call(call, layer)
+    args, kwargs = one.arguments(cut, layer, hidden)
+    with shapes_only(layer):
+        result_on_meta(layer, replace(cut, args=args, kwargs=kwargs, cache=None), hidden, {})
+    (cache,) = [cache for _, cache in caches_among(args, kwargs)]
+    tensors = [getattr(cache.layers[-1], name, None) for name in ("keys", "values")]
+    found = [each for each in tensors if isinstance(each, torch.Tensor)]
+    if not found or found[0].shape[-2] != num_tokens:
+        raise ModelError(
+            f"{describe_layer(call.layer_index).capitalize()} ({type(layer).__name__}) keeps no "
+            "keys and values of its tokens in a cache when only shapes are computed, so their "
+            f"memory is unknown. Pass a plan of your own. {REMEDY}"
+        )
+    return sum(each.nbytes for each in found)
+
+
+def _config_of(layer: nn.Module) -> object:
+    return next((m.config for m in layer.modules() if hasattr(m, "config")), None)
+
+
+def _num_repeats(layer: nn.Module) -> float:
+    """How many heads share a key: attention with a mask repeats it for each of them."""
+    config = _config_of(layer)
+    num_heads: int = getattr(config, "num_attention_heads", None) or 1
+    return max(1.0, num_heads / (getattr(config, "num_key_value_heads", None) or num_heads))
+
+
+def _pair_bytes(layer: nn.Module, itemsize: int) -> int:
+    """The bytes of a token and another token under its attention: a mask of truth values and of
+    numbers, and in eager attention the weights of each head, also in float32."""
+    config = _config_of(layer)
+    is_eager = getattr(config, "_attn_implementation", None) == "eager"
+    num_heads: int = getattr(config, "num_attention_heads", None) or 1
+    return 1 + itemsize + is_eager * num_heads * (4 + itemsize)
