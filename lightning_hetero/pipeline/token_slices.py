@@ -17,6 +17,7 @@ values of a sequence exist on their stage from the forward of its first slice to
 from __future__ import annotations
 
 import inspect
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
@@ -31,6 +32,7 @@ from ..errors import BatchError, ModelError, RemoteProtocolError
 from ..model.kv_cache import LayersElsewhere, cache_index
 from ..model.layer_call import SLICES, CacheUse, LayerCall, Place
 from ..model.placeholders import instances_in, mapped
+from ..model.stored import describe_stored
 from .boundary import leaf_of
 from .slice_cut import Work as Work
 from .slice_cut import cut_by_work as cut_by_work
@@ -48,8 +50,14 @@ def work_of(layers: Sequence[nn.Module]) -> Work:
 
     A layer with a sliding window attends to as many tokens everywhere but at the begin.
     """
-    weights = sum(p.numel() for layer in layers for p in layer.parameters() if p.ndim > 1)
-    return Work(float(weights), sum(map(_growth_of, layers)))
+    return Work(float(sum(map(_num_weights, layers))), sum(map(_growth_of, layers)))
+
+
+def _num_weights(layer: nn.Module) -> int:
+    """The numbers in the matrices of a layer, also where they are packed."""
+    packed = {path: math.prod(form.shape) for path, form in describe_stored(layer).items()}
+    matrices = ((name, p.numel()) for name, p in layer.named_parameters() if p.ndim > 1)
+    return sum(packed.get(name.removesuffix(".weight"), count) for name, count in matrices)
 
 
 def _growth_of(layer: nn.Module) -> float:

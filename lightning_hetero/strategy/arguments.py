@@ -160,8 +160,8 @@ def _check_slices(plan: Any, replan: bool) -> None:
         )
     if replan:
         raise MisconfigurationException(
-            "With `replan=True` plans are made from times of samples, and "
-            "`micro_batching='tokens'` cuts sequences. Leave `replan` out."
+            "With `micro_batching='tokens'` a plan holds for the whole run, and `replan=True` "
+            "changes it. Leave `replan` out."
         )
 
 

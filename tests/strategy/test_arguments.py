@@ -73,13 +73,13 @@ def in_slices(**options: Any) -> Act:
             in_slices(),
         ),
         follows(
-            "cuts sequences. Leave `replan` out.",
+            "and `replan=True` changes it. Leave `replan` out.",
             in_slices(plan="even", replan=True),
             in_slices(plan="even"),
         ),
     ],
 )
-def test_slices_need_a_plan_by_the_user(
+def test_slices_need_a_plan_without_replicas_that_stays(
     request: pytest.FixtureRequest, wrong: Act, right: Act
 ) -> None:
     come_and_follow(request, wrong, right, None)
