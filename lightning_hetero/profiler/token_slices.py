@@ -9,21 +9,22 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 
-import torch
 from msgspec import structs
 from torch import Tensor, nn
+from transformers import DynamicCache
+from transformers.cache_utils import DynamicLayer
 
 from ..errors import ModelError
-from ..model.layer_call import LayerCall, caches_among, result_on_meta
+from ..model.kv_cache import LayersElsewhere, cache_index
+from ..model.layer_call import LayerCall, result_on_meta
 from ..model.layers import describe_layer
 from ..model.stored import shapes_only
 from ..pipeline.token_slices import (
     REMEDY,
-    SequenceKeys,
     Slice,
     SliceCut,
-    SlicePass,
     check_form,
     refusal,
     work_of,
@@ -122,14 +123,19 @@ def _keys_and_values(layer: nn.Module, call: LayerCall, hidden: Tensor) -> int:
     Raises:
         ModelError: If its cache stays empty.
     """
-    num_tokens, one = hidden.shape[1], SlicePass(SequenceKeys())
+    num_tokens, kept = hidden.shape[1], DynamicLayer()
     cut = Slice(0, num_tokens, num_tokens).cut_call(call, layer)
-    args, kwargs = one.arguments(cut, layer, hidden)
+    args, kwargs = [*cut.args], dict(cut.kwargs)
+    if cut.cache is not None:
+        cache = DynamicCache()
+        cache.layers.extend([LayersElsewhere()] * (cache_index(layer) or 0))  # type: ignore[no-untyped-call]
+        cache.layers.append(kept)
+        given: Any = args if isinstance(cut.cache.place, int) else kwargs
+        given[cut.cache.place] = cache
+    whole = replace(cut, args=tuple(args), kwargs=kwargs, cache=None)
     with shapes_only(layer):
-        result_on_meta(layer, replace(cut, args=args, kwargs=kwargs, cache=None), hidden, {})
-    (cache,) = [cache for _, cache in caches_among(args, kwargs)]
-    tensors = [getattr(cache.layers[-1], name, None) for name in ("keys", "values")]
-    found = [each for each in tensors if isinstance(each, torch.Tensor)]
+        result_on_meta(layer, whole, hidden, {})
+    found = [each for each in (kept.keys, kept.values) if each is not None]
     if not found or found[0].shape[-2] != num_tokens:
         raise ModelError(
             f"{describe_layer(call.layer_index).capitalize()} ({type(layer).__name__}) keeps no "
