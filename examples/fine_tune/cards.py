@@ -51,8 +51,8 @@ from lightning_hetero.planner.profile import (
     ModelProfile,
     Part,
     Profile,
+    SliceProfile,
     Timing,
-    TokenSlices,
     WeightReading,
 )
 from lightning_hetero.planner.solver import Wishes, solve
@@ -334,14 +334,14 @@ def sliced_profile(
     return found
 
 
-def _slices_of(config: PretrainedConfig, tokens: int, layer: Layer) -> TokenSlices:
+def _slices_of(config: PretrainedConfig, tokens: int, layer: Layer) -> SliceProfile:
     """What attention keeps: torch's repeats keys for all heads where there is a mask, and makes
     numbers of the mask."""
     heads, key_heads = config.num_attention_heads, config.num_key_value_heads
     head_size = getattr(config, "head_dim", None) or config.hidden_size // heads
     key_value_bytes = 2 * 2 * tokens * key_heads * head_size
     num = config.num_hidden_layers
-    return TokenSlices(
+    return SliceProfile(
         weight_work=num * layer.multiplications / (2 * tokens),
         pair_work=num * 2.0 * heads * head_size,
         key_value_bytes=key_value_bytes,

@@ -65,7 +65,7 @@ class Part(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_default
     is_experts: bool = False
 
 
-class TokenSlices(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
+class SliceProfile(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
     """How a model runs on slices of its sequences along the tokens.
 
     Bytes are for one layer and all sequences of a batch, and the most of all layers.
@@ -117,7 +117,7 @@ class ModelProfile(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit
     dtype: Dtype = "float32"
     tied_gradient_bytes: Count = 0
     embedding_may_leave: bool = False
-    slices: TokenSlices | None = None
+    slices: SliceProfile | None = None
 
     def part(self, name: str) -> Part:
         """The part with this name."""

@@ -28,7 +28,7 @@ import numpy.typing as npt
 from ..pipeline.slice_cut import Work, cut_by_work
 from ..plan import Recompute
 from .costs import End, Holder, Index, Need, Numbers, Option
-from .profile import EMBEDDING, HEAD, DeviceProfile, ModelProfile, TokenSlices
+from .profile import EMBEDDING, HEAD, DeviceProfile, ModelProfile, SliceProfile
 
 MOST_SLICES = 64
 """The most slices of a sequence that the planner tries. More save little: the keys and values, and
@@ -62,7 +62,7 @@ class SliceHolder(Holder):
         device: DeviceProfile,
         model: ModelProfile,
         size: int,
-        slices: TokenSlices,
+        slices: SliceProfile,
         num_tokens: int,
         ends: Sequence[End] = (),
     ) -> None:

@@ -41,7 +41,7 @@ from ..pipeline.handover import Request, surroundings_here
 from ..pipeline.microbatch import NOTHING_SAID, BatchOptions
 from ..pipeline.stage_layers import build_for_values, describe_parameters
 from ..plan import Dtype, Plan
-from ..planner.profile import ModelProfile, Part, TokenSlices
+from ..planner.profile import ModelProfile, Part, SliceProfile
 from ..protocol import messages as m
 from ..protocol.frames import Content
 from ..protocol.tensor_bytes import DTYPES, dtype_name
@@ -318,7 +318,7 @@ class Subject:
     dtype: Dtype
     converts_weights: bool
     embedding_may_leave: bool = False
-    slices: TokenSlices | None = None
+    slices: SliceProfile | None = None
 
     @property
     def kinds(self) -> list[str]:

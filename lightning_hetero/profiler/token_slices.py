@@ -29,7 +29,7 @@ from ..pipeline.token_slices import (
     refusal,
     work_of,
 )
-from ..planner.profile import Timing, TokenSlices
+from ..planner.profile import SliceProfile, Timing
 from .embedding_and_head import Example
 
 # The numbers of slices whose first ones are measured; the seconds of others lie between.
@@ -88,7 +88,7 @@ def of_mean_slices(timings: Sequence[Timing], examples: Mapping[int, Example]) -
 
 def describe_slices(
     whole: Example, layers: Sequence[nn.Module], on_meta: Sequence[nn.Module]
-) -> TokenSlices:
+) -> SliceProfile:
     """The model's part of the profile on slices.
 
     Args:
@@ -105,7 +105,7 @@ def describe_slices(
         for number, call in whole.calls.items()
     ]
     itemsize = whole.hidden.dtype.itemsize
-    return TokenSlices(
+    return SliceProfile(
         weight_work=work.a,
         pair_work=work.b,
         key_value_bytes=max(kept),

@@ -21,8 +21,8 @@ from lightning_hetero.planner.profile import (
     DeviceProfile,
     Link,
     Profile,
+    SliceProfile,
     Timing,
-    TokenSlices,
 )
 from lightning_hetero.planner.solver import Wishes, solve
 from lightning_hetero.planner.token_slices import slice_counts
@@ -32,7 +32,7 @@ from .profiles import GIB, coordinator, device, profile, timing
 
 TOKENS = 1024
 # Half of the work on a whole sequence is attention.
-SLICES = TokenSlices(
+SLICES = SliceProfile(
     weight_work=TOKENS, pair_work=2, key_value_bytes=1024, attended_bytes=4096, pair_bytes=0
 )
 
@@ -191,7 +191,7 @@ KEYS, ATTENDED, PAIR = 1024, 4096, 2
 
 def need_of(recompute: Any, num_slices: int, head_bytes: int = 0, own_layers: int = 0) -> Any:
     """The candidate of a plan with three layers on a worker."""
-    slices = TokenSlices(TOKENS, 2, KEYS, ATTENDED, PAIR)
+    slices = SliceProfile(TOKENS, 2, KEYS, ATTENDED, PAIR)
     of = sliced(
         3 + own_layers,
         [worker("a", timings=layers(1, 2, saved_bytes=SAVED, peak_bytes=PEAK))],
