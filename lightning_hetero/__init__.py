@@ -55,15 +55,26 @@ through several rooms:
     a format of weights    beside model/four_bit.py; model/stored.py lists the formats
     the objective of plans planner/candidates.py (step_seconds, is_below); shortcuts that count
                            seconds too: bounds.py, team_estimate.py, arrangements.py, simulation.py,
-                           search.py; a user asks for it by Wishes in planner/solver.py
+                           search.py; a user asks for it by Wishes in planner/solver.py, filled in
+                           by cli/options.py, cli/plan.py and replan/planning.py; a device has
+                           watts in planner/profile.py
     an end of the model    follow `embedding` and `head`: plan.py, model/layers.py, model/head.py,
-                           model/hollow.py, model/recipe.py, coordinator/deployment.py
-                           (layers_of_stage), pipeline/placement.py, planner/ (has_embedding)
-    how replicas agree     replicas.py of both ends; and when: coordinator/optimizers.py (add_up),
+                           model/hollow.py, model/placeholders.py, model/recipe.py,
+                           coordinator/deployment.py (layers_of_stage), pipeline/placement.py,
+                           pipeline/stage.py (HEAD_LAYERS), planner/ (has_embedding, head_left)
+    how replicas agree     plan.py (ReplicaOptimizer), worker_stages.py (is_split); replicas.py of
+                           both ends; and when: coordinator/optimizers.py (add_up),
                            coordinator/steps.py, worker/session.py
+    an optimizer           pipeline/optimizer.py; optimizers.py of strategy/ (hooks and closure),
+                           coordinator/ and worker/; answer_checks.py checks its state
+    a kind of clipping     strategy/strategy.py (clip_grad_norm_), strategy/optimizers.py,
+                           coordinator/optimizers.py, protocol/messages.py (ClipGradients),
+                           worker/optimizers.py, pipeline/optimizer.py (Clipping)
     keys and values        pipeline/stage.py (StageCaches), pipeline/token_slices.py;
                            model/kv_cache.py is the model's own cache; their bytes:
                            profiler/token_slices.py, planner/token_slices.py
+    something off a device devices/copies.py and streams.py (pinned memory), as in
+                           worker/streamed_weights.py; main_memory.py only measures
 
 Imports point one way: cli -> verify -> strategy -> callbacks, guard, replan -> profiler -> report,
 coordinator -> telemetry, doctor, launch -> worker, discovery, pairing -> planner, transport ->

@@ -43,6 +43,7 @@ from lightning_hetero.pipeline.boundary import Activation, Gradients, Surroundin
 from lightning_hetero.pipeline.rule import Key
 from lightning_hetero.pipeline.stage import Stage
 from lightning_hetero.pipeline.token_slices import SliceCut, work_of
+from lightning_hetero.plan import Recompute
 from lightning_hetero.planner.feasibility import candidate_of
 from lightning_hetero.transport.token import FILE_VARIABLE
 
@@ -53,6 +54,7 @@ CORE_CONFIG = llama(256, 8, 4_000)
 MEMORY_CONFIG = llama(256, 4, 1_000)
 SLICE_TOKENS = 512
 MIB = 2**20
+RECOMPUTES: dict[str, Recompute] = {"true": True, "layers": "layers"}
 
 
 class SleepingAttention(nn.Module):
@@ -103,7 +105,9 @@ class Sleepy(pl.LightningModule):
         return torch.optim.SGD(self.parameters(), lr=1e-3)
 
 
-def even_plan(workers: Sequence[str], num_layers: int, num_slices: int, recompute: bool) -> Plan:
+def even_plan(
+    workers: Sequence[str], num_layers: int, num_slices: int, recompute: Recompute
+) -> Plan:
     """The same number of layers for each worker, none for the coordinator."""
     held = num_layers // len(workers)
     stages = [
@@ -117,7 +121,7 @@ def strategy_of(
     workers: Sequence[str],
     num_layers: int,
     num_slices: int,
-    recompute: bool = False,
+    recompute: Recompute = False,
     **options: Any,
 ) -> HeteroPipelineStrategy:
     """Slices over workers; one slice is the whole sequence."""
@@ -201,7 +205,7 @@ class Peak(pl.Callback):
         self.bytes = memory_bytes(self._worker.pid, "VmHWM") - self._before
 
 
-def peak_bytes(length: int, num_slices: int) -> int:
+def peak_bytes(length: int, num_slices: int, recompute: Recompute) -> int:
     """The peak of one worker with all layers, which recomputes."""
     with worker_process([]) as worker:
         peak = Peak(worker)
@@ -210,30 +214,41 @@ def peak_bytes(length: int, num_slices: int) -> int:
             [worker.address],
             MEMORY_CONFIG.num_hidden_layers,
             num_slices,
-            recompute=True,
+            recompute=recompute,
             check_first_batch="off",
         )
         train(strategy, MEMORY_CONFIG, length, 3, callbacks=[peak])
         return peak.bytes
 
 
-def kept_bytes(length: int) -> int:
+def kept_bytes(length: int, recompute: Recompute) -> int:
     """Inputs, outputs and gradients of a stage, and the keys and values of its layers with their
-    gradients."""
-    size = 4 * MEMORY_CONFIG.hidden_size * length
-    return 3 * size + 4 * size * MEMORY_CONFIG.num_hidden_layers
+    gradients; with ``layers`` the input of each layer too."""
+    size, num_layers = 4 * MEMORY_CONFIG.hidden_size * length, MEMORY_CONFIG.num_hidden_layers
+    inputs = num_layers - 1 if recompute == "layers" else 0
+    return (3 + inputs + 4 * num_layers) * size
+
+
+def longest(length: int, num_slices: int) -> int:
+    """The tokens of the first slice; later ones attend to more, so they are shorter."""
+    cut = SliceCut(num_slices, work_of([*build(MEMORY_CONFIG).model.layers]))
+    return cut.slices(length)[0].end
 
 
 def memory(options: argparse.Namespace, console: Console) -> None:
     """Print the peak of a worker by the length of the sequence."""
-    table = Table(title=f"peak of a worker, slices of {SLICE_TOKENS} tokens, recompute: true")
-    for column in ("tokens", "slices", "peak, MiB", "keys, values, inputs", "rest", "whole, MiB"):
+    table = Table(title=f"peak of a worker, slices of {SLICE_TOKENS} tokens on average")
+    columns = ("recompute", "tokens", "slices", "longest slice", "peak, MiB")
+    for column in (*columns, "keys, values, inputs", "rest", "whole, MiB"):
         table.add_column(column, justify="right")
-    for length in options.lengths:
-        num_slices, kept = length // SLICE_TOKENS, kept_bytes(length)
-        found, whole = peak_bytes(length, num_slices), peak_bytes(length, 1)
+    for name, length in itertools.product(options.recompute, options.lengths):
+        recompute = RECOMPUTES[name]
+        num_slices, kept = length // SLICE_TOKENS, kept_bytes(length, recompute)
+        found = peak_bytes(length, num_slices, recompute)
+        whole = peak_bytes(length, 1, recompute)
+        row = (name, length, num_slices, longest(length, num_slices))
         numbers = (found, kept, found - kept, whole)
-        table.add_row(str(length), str(num_slices), *(f"{n / MIB:.0f}" for n in numbers))
+        table.add_row(*map(str, row), *(f"{n / MIB:.0f}" for n in numbers))
     console.print(table)
 
 
@@ -333,6 +348,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=4, help="per run; the first is not timed")
     parser.add_argument("--milliseconds", type=float, default=40, help="a sleeping layer's forward")
     parser.add_argument("--lengths", type=int, nargs="*", default=[1024, 2048, 4096, 8192])
+    parser.add_argument("--recompute", nargs="*", choices=RECOMPUTES, default=[*RECOMPUTES])
     options = parser.parse_args()
     be_quiet()
     # The token in the user's home would put all runs under TLS.

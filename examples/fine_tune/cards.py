@@ -335,8 +335,7 @@ def sliced_profile(
 
 
 def _slices_of(config: PretrainedConfig, tokens: int, layer: Layer) -> SliceProfile:
-    """What attention keeps: torch's repeats keys for all heads where there is a mask, and makes
-    numbers of the mask."""
+    """The bytes of torch's attention, which repeats keys for all heads where there is a mask."""
     heads, key_heads = config.num_attention_heads, config.num_key_value_heads
     head_size = getattr(config, "head_dim", None) or config.hidden_size // heads
     key_value_bytes = 2 * 2 * tokens * key_heads * head_size
@@ -345,7 +344,7 @@ def _slices_of(config: PretrainedConfig, tokens: int, layer: Layer) -> SliceProf
         weight_work=num * layer.multiplications / (2 * tokens),
         pair_work=num * 2.0 * heads * head_size,
         key_value_bytes=key_value_bytes,
-        attended_bytes=key_value_bytes * heads // key_heads,
+        attended_bytes=key_value_bytes * heads // key_heads if heads > key_heads else 0,
         pair_bytes=1 + 2,
     )
 

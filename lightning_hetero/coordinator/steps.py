@@ -343,12 +343,7 @@ class RemoteStages:
         way = self.ways[key]
         last = max(way)
         if way[last] not in self.norms_due and any(g is not None for g in gradients.tensors):
-            holdings = self.layers.holdings
-            self.norms_due[way[last]] = {
-                name
-                for name, each in holdings.of_stage(last).items()
-                if each.is_trained and holdings.owner_of.get(name) is way[last]
-            }
+            self.norms_due[way[last]] = self.layers.holdings.trained_names(last, way[last])
         with self._recorder.span("pack", key, "Gradients"):
             dtype = self._narrowing_at(last).gradient_dtype
             ordered = replace(gradients, places=self._counts.places(way))

@@ -21,7 +21,7 @@ from transformers import Cache
 from ..devices.device import forked_generators
 from ..errors import BatchError, ModelError, PlanError
 from ..model.kv_cache import cache_index
-from ..model.layer_call import LayerCall, caches_among, put_hidden, take_hidden, without_cache
+from ..model.layer_call import LayerCall, caches_among, take_hidden, without_cache
 from ..model.layers import describe_layer
 from ..pipeline.boundary import Activation
 from ..pipeline.handover import Request
@@ -85,14 +85,10 @@ def _refused_key(stage: StagePlan) -> str | None:
         return "`embedding: true`"
     if stage.head:
         return "`head: true`"
-    if stage.weights is not None:
-        return f"`weights: {stage.weights}`"
     if stage.compile:
         return "`compile: true`"
-    if stage.recompute == "layers":
-        return "`recompute: layers` (`recompute: true` works)"
     if stage.recompute and stage.is_local:
-        return "`recompute: true` for the coordinator's layers"
+        return f"`recompute: {str(stage.recompute).lower()}` for the coordinator's layers"
     return None
 
 
@@ -253,8 +249,7 @@ class TokenSlices:
         for index, (each, piece) in enumerate(zip(slices, pieces, strict=True)):
             seed(index)
             one, cut = SlicePass(keys), each.cut_call(call, layer)
-            given = put_hidden(piece, *one.arguments(cut, layer, piece), place)
-            results.append(run(*given[0], **given[1]))
+            results.append(one.calling(run, cut, layer)(piece))
             one.end_forward()
         return _joined(results, number)
 

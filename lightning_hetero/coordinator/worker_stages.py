@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
+from itertools import compress
 from types import MappingProxyType
 
 import torch
@@ -15,6 +17,7 @@ from ..devices.device import needs_triton
 from ..errors import WorkerError
 from ..model.custom_layers import BlocksRecipe
 from ..model.layers import DecoderLayer
+from ..model.placeholders import training_flags
 from ..model.recipe import Recipe, write_recipe
 from ..model.stored import State
 from ..model.tensors import (
@@ -328,6 +331,21 @@ class Holdings:
     def of_stage(self, number: int) -> dict[str, HeldTensor]:
         """The tensors of one stage."""
         return {name: self.tensors[name] for name in self.stages[number].names}
+
+    def trained_names(self, number: int, owner: Member) -> set[str]:
+        """The parameters of a stage in training at present, of those that a worker answers for."""
+        owned = self._owned_parameters.get((number, owner), {})
+        return {*compress(owned, training_flags(owned.values()))}
+
+    @cached_property
+    def _owned_parameters(self) -> dict[tuple[int, Member], dict[str, nn.Parameter]]:
+        """By stage and worker, the parameters that the worker answers for."""
+        found: dict[tuple[int, Member], dict[str, nn.Parameter]] = defaultdict(dict)
+        for number in self.stages:
+            for name, each in self.of_stage(number).items():
+                if name in self.owner_of and each.parameter is not None:
+                    found[number, self.owner_of[name]][name] = each.parameter
+        return found
 
     def of(self, worker: Member) -> dict[str, HeldTensor]:
         """The tensors owned by one worker."""

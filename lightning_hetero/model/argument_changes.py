@@ -12,9 +12,10 @@ A layer's change of its arguments would stay on its worker, so the worker refuse
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from copy import copy
-from itertools import repeat
+from itertools import compress, repeat
+from operator import not_
 from typing import Any, NamedTuple
 
 import torch
@@ -94,11 +95,12 @@ class GivenTensors:
         self._noted: dict[int, tuple[int | None, Stamp]] = {}
         self._flags: list[tuple[int, list[Tensor], list[bool]]] = []
 
-    def note(self, tensors: Iterable[Tensor], number: int | None) -> None:
+    def note(self, tensors: Sequence[Tensor], number: int | None) -> None:
         """Note tensors given to a layer, or used between two layers."""
-        for tensor in tensors:
-            is_away = isinstance(tensor, HiddenStatesAway) or tensor.is_meta
-            if not is_away and id(tensor) not in self._noted:
+        # In C, since the layers of a model share most of them.
+        are_new = map(not_, map(self._noted.__contains__, map(id, tensors)))
+        for tensor in compress(tensors, are_new):
+            if not (isinstance(tensor, HiddenStatesAway) or tensor.is_meta):
                 self._noted[id(tensor)] = number, Stamp.of(tensor, is_exact=True)
 
     def note_flags(self, number: int, parameters: Iterable[Tensor]) -> None:
@@ -199,11 +201,13 @@ def copied(value: Any) -> Any:
     """
     if not isinstance(value, _CONTAINERS):
         return value
+    if type(value) is tuple and not any(map(isinstance, value, repeat(_CONTAINERS))):
+        return value  # nothing in it can change
     if isinstance(value, dict):
         found = copy(value)
-        for key, item in value.items():
-            if isinstance(item, _CONTAINERS):
-                found[key] = copied(item)
+        # In C, since few arguments are containers and this runs for each layer's call.
+        are_nested = map(isinstance, value.values(), repeat(_CONTAINERS))
+        found.update({key: copied(value[key]) for key in compress(value, are_nested)})
         return found
     if isinstance(value, _SHARED_STATES):
         return {key: copied(item) for key, item in value.items()}

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import inspect
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.loss.loss_utils import ForCausalLMLoss
 
-from ..errors import ModelError
+from ..errors import BatchError, ModelError
 from .layers import (
     LOGITS_LAYER,
     LOSS_LAYER,
@@ -146,8 +146,39 @@ class _LossAway:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Tensor:
         is_there = any(map(is_away, (*args, *kwargs.values())))
+        if is_there:
+            given = inspect.signature(self.away.function).bind(*args, **kwargs)
+            given.apply_defaults()
+            check_labels(given.arguments)
         loss: Tensor = (self.away if is_there else self.away.function)(*args, **kwargs)
         return loss
+
+
+def check_labels(given: Mapping[str, Any]) -> None:
+    """Refuse labels outside of the vocabulary. On a GPU one would end the CUDA context.
+
+    Args:
+        given: The arguments of the loss by their names.
+
+    Raises:
+        BatchError: With the label and its place.
+    """
+    # The loss leaves out the first label of each sample if it shifts labels by itself.
+    name, first = ("labels", 1) if given["shift_labels"] is None else ("shift_labels", 0)
+    labels, most, ignored = given[name], given["vocab_size"], given["ignore_index"]
+    if not isinstance(labels, Tensor) or is_away(labels) or labels.is_floating_point():
+        return
+    counted = labels[..., first:]
+    is_outside = ((counted < 0) | (counted >= most)) & (counted != ignored)
+    if bool(is_outside.any()):
+        place = is_outside.nonzero()[0].tolist()
+        label = int(counted[tuple(place)])
+        place[-1] += first
+        raise BatchError(
+            f"The label {label} at {place} of the argument `{name}` is outside of the vocabulary, "
+            f"which has {most} entries; a label is a token id, or {ignored} where no label counts. "
+            "Check that the tokenizer belongs to the model."
+        )
 
 
 def _model_of(root: nn.Module, layers: Sequence[DecoderLayer]) -> PreTrainedModel:

@@ -43,8 +43,8 @@ from collections.abc import (
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
-from itertools import pairwise, repeat
-from operator import is_
+from itertools import compress, pairwise, repeat
+from operator import attrgetter, is_, itemgetter, ne
 from typing import Any, NoReturn
 
 import torch
@@ -373,7 +373,8 @@ class HollowLayers:
         if any(map(is_away, beside)):
             refuse_away(f"Layer {number}", (args, kwargs))
         mode = layer.training
-        other_mode = [name for name, inner in self._inside[number] if inner.training != mode]
+        modes = map(attrgetter("training"), map(itemgetter(1), self._inside[number]))
+        other_mode = [n for n, _ in compress(self._inside[number], map(ne, modes, repeat(mode)))]
         call = LayerCall(number, mode, args, kwargs, 0, cache, tuple(other_mode), place=place)
         length, positions = self._form_of_result(call, hidden)
         hidden_at, *others = positions

@@ -141,7 +141,7 @@ class Records(threading.local):
         return hidden.name if self.is_ours(hidden) else None  # type: ignore[attr-defined]
 
     def note_call(
-        self, number: int, tensors: Iterable[Tensor], parameters: Iterable[Tensor]
+        self, number: int, tensors: Sequence[Tensor], parameters: Iterable[Tensor]
     ) -> None:
         """Note the tensors of a layer's call, and whether its parameters train.
 

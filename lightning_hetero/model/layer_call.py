@@ -12,6 +12,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cache, cached_property
+from itertools import compress, repeat
+from operator import itemgetter
 from typing import Any
 
 import torch
@@ -45,6 +47,7 @@ class CacheUse:
         length: Positions in the cache before the call.
         window: The number of positions in a layer's sliding window; None for all.
         rows: The samples to select from the cache first, in this order; None for all.
+        num_tokens: The length of the sequence of a slice; None for other caches.
     """
 
     number: int
@@ -52,6 +55,7 @@ class CacheUse:
     length: int
     window: int | None = None
     rows: Tensor | None = None
+    num_tokens: int | None = None
 
     @property
     def is_of_slices(self) -> bool:
@@ -248,7 +252,9 @@ def put_hidden(
 
 def caches_among(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[tuple[Place, Cache]]:
     """Every key-value cache among the arguments, with its position or name."""
-    return [(place, value) for place, value in _by_place(args, kwargs) if isinstance(value, Cache)]
+    placed = _by_place(args, kwargs)
+    are_caches = map(isinstance, map(itemgetter(1), placed), repeat(Cache))
+    return [*compress(placed, are_caches)]
 
 
 def _by_place(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[tuple[Place, Any]]:

@@ -19,10 +19,10 @@ Every other use would give wrong numbers without an error, so it raises a `Model
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
-from itertools import compress
-from operator import attrgetter
+from itertools import compress, repeat
+from operator import attrgetter, not_
 from typing import Any, Generic, NoReturn, TypeVar
 
 import torch
@@ -353,15 +353,20 @@ def tensors_in(tree: Any) -> list[Tensor]:
 def instances_in(tree: Any, kind: type[Kind]) -> list[Kind]:
     """Everything of a type in nested tuples, lists and mappings."""
     found: list[Kind] = []
-    _gather((tree,), kind, found)
+    _gather(tree if type(tree) in (tuple, list) else (tree,), kind, found)
     return found
 
 
-def _gather(items: Iterable[Any], kind: type[Kind], found: list[Kind]) -> None:
-    for item in items:
+def _gather(items: Collection[Any], kind: type[Kind], found: list[Kind]) -> None:
+    # In C, since most arguments are plain and this runs for each layer of each micro-batch.
+    others = [*compress(items, map(not_, map(_PLAIN.__contains__, map(type, items))))]
+    if all(map(isinstance, others, repeat(kind))):
+        found += others
+        return
+    for item in others:
         if isinstance(item, kind):
             found.append(item)
-        elif type(item) not in _PLAIN and isinstance(item, (tuple, list, Mapping)):
+        elif isinstance(item, (tuple, list, Mapping)):
             _gather(item.values() if isinstance(item, Mapping) else item, kind, found)
 
 
@@ -608,8 +613,9 @@ class GradientAway(Tensor):
         cls, function: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
         name = _name_of(function)
-        gradients = instances_in(args, GradientAway)
-        if name in _MAKE_ZERO and len(gradients) == len(tensors_in(args)):
+        given = tensors_in(args) if name in _MAKE_ZERO else []
+        gradients = [each for each in given if isinstance(each, GradientAway)]
+        if given and len(gradients) == len(given):
             for gradient in gradients:
                 if known := vars(gradient.parameter).get(_GRADIENTS):
                     known.zero(gradient.parameter)
@@ -733,7 +739,7 @@ _TRAINS = attrgetter("requires_grad")
 
 def training_flags(tensors: Iterable[Tensor]) -> list[bool]:
     """Whether each tensor trains; tensors that are away answer as quickly."""
-    with torch._C.DisableTorchFunctionSubclass():
+    with torch._C.DisableTorchFunction():
         return list(map(_TRAINS, tensors))
 
 

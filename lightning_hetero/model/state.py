@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import repeat
-from operator import is_
+from operator import attrgetter, is_
 from typing import Any
 
 import torch
@@ -90,6 +90,32 @@ class Stamp:
         if not isinstance(other, Stamp) or other.tensor is not self.tensor:
             return False
         return (other.version, other.address) == (self.version, self.address)
+
+
+@dataclass(eq=False, slots=True)
+class Stamps:
+    """The stamps of many tensors, without the addresses of their memory.
+
+    Args:
+        tensors: The tensors.
+        versions: How often each was changed in place.
+    """
+
+    tensors: Sequence[Tensor]
+    versions: Sequence[int]
+
+    @classmethod
+    def of(cls, tensors: Iterable[Tensor]) -> Stamps:
+        """The stamps of tensors as they are now."""
+        found = [*tensors]
+        # In C where it can be: an optimizer has several tensors for each parameter.
+        count = version_of if any(map(Tensor.is_inference, found)) else attrgetter("_version")
+        return cls(found, [*map(count, found)])
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, Stamps) or other.versions != self.versions:
+            return False
+        return all(map(is_, self.tensors, other.tensors))
 
 
 class Held:

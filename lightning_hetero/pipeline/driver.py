@@ -30,8 +30,8 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
-from itertools import repeat
-from operator import attrgetter
+from itertools import compress, repeat
+from operator import attrgetter, is_not
 from typing import Any, Protocol
 
 import torch
@@ -788,7 +788,7 @@ class StepGradients:
         self._first = self._num_added = 0
         self._first_apart: int | None = None
         # The sums of returned gradients, and the gradients from before the step.
-        self._back: dict[nn.Parameter, Tensor] = {}
+        self._back: dict[nn.Parameter, Tensor | None] = {}
         self._former: dict[nn.Parameter, Stamp] = {}
 
     @property
@@ -923,17 +923,27 @@ class StepGradients:
         finally:
             back = self._take(others)
             self._put(others, of_losses)
-            for parameter, found, of_loss in zip(others, back, of_losses, strict=True):
-                if found is None:
-                    continue
-                former = self._former.pop(parameter, None)
-                is_former = former is not None and not former.differs(of_loss)
-                self._has_mixed |= of_loss is not None and not is_former
-                if former is not None and is_former:
-                    # Losses do not add to it, so returned gradients add to the former one, as on
-                    # one device.
-                    parameter.grad, found = None, former.tensor.add_(found)
-                self._back[parameter] = found
+            if self._former:
+                back = [*map(self._added_to_former, others, back, of_losses)]
+            else:
+                of_both = compress(of_losses, map(is_not, back, repeat(None)))
+                self._has_mixed |= any(map(is_not, of_both, repeat(None)))
+            self._back.update(zip(others, back, strict=True))
+
+    def _added_to_former(
+        self, parameter: nn.Parameter, back: Tensor | None, of_loss: Tensor | None
+    ) -> Tensor | None:
+        """A returned gradient; added to the former one if losses have not changed that."""
+        if back is None:
+            return None
+        former = self._former.pop(parameter, None)
+        is_former = former is not None and not former.differs(of_loss)
+        self._has_mixed |= of_loss is not None and not is_former
+        if former is None or not is_former:
+            return back
+        # Losses do not add to it, so returned gradients add to the former one, as on one device.
+        parameter.grad = None
+        return former.tensor.add_(back)
 
     def finish_microbatch(self, microbatch: int) -> None:
         """Note the end of a micro-batch's backwards; sums are added up in the order of

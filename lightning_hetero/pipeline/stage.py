@@ -456,11 +456,11 @@ class Stage:
         if outgoing.requires_grad:
             graph, trained = (output, []) if keep_graph else (None, _trained(self.layers))
             kinds = [kind for kind, _ in incoming.collected]
-            if piece is not None and not keep_graph:
-                piece = piece.again()
             self._saved[key] = _Saved(
                 leaf, carried, kinds, graph, surroundings, trained, streams, piece
             )
+        elif piece is not None and piece.is_last:
+            del self._keys[key.visit]
         return outgoing
 
     def _begin_slice(self, key: Key, surroundings: Surroundings) -> SlicePass | None:
@@ -493,14 +493,18 @@ class Stage:
         passed_on = gradients.tensors[1:behind]
         own = (gradients.tensors[0], *gradients.tensors[behind:])
         # Later slices may need gradients of the keys and values of a slice without its own.
-        if piece is not None or any(gradient is not None for gradient in own):
+        has_own = any(gradient is not None for gradient in own)
+        if piece is not None:
+            piece.begin_backward()
+        if has_own or (piece is not None and piece.keys.have_gradients):
             output = saved.output or self._run_again(key, saved)
+            if not has_own:
+                own = tuple(map(torch.zeros_like, output.tensors))
             pairs = [
                 (tensor, _fitting(gradient, tensor).to(self.device))
                 for tensor, gradient in zip(output.tensors, own, strict=True)
                 if gradient is not None and tensor.requires_grad
             ]
-            pairs += [] if piece is None else piece.starts()
             runs_again = self.recompute == "layers"
             with self._watching(key, saved.surroundings, True) if runs_again else nullcontext():
                 torch.autograd.backward(
@@ -583,13 +587,17 @@ class Stage:
                     hidden, call = hidden.to(inside), call.in_dtype(given, inside)
                 layer = self.layers[str(call.layer_index)]
                 is_head = call.layer_index in HEAD_LAYERS
-                caches = self.caches if piece is None else piece
-                args, kwargs = caches.arguments(call, layer, hidden)
-                args, kwargs = put_hidden(hidden, args, kwargs, call.place)
+                args: tuple[Any, ...] = (hidden,)
+                kwargs: dict[str, Any] = {}
+                if piece is None:
+                    args, kwargs = self.caches.arguments(call, layer, hidden)
+                    args, kwargs = put_hidden(hidden, args, kwargs, call.place)
                 arguments, before = GivenArguments(call), Stamp.of(hidden)
                 run: Call = layer
                 if compiled is not None and call.cache is None and not is_head:
                     run = compiled.of(layer)
+                if piece is not None:
+                    run = piece.calling(run, call, layer)
                 place = self.seed, dropout_step, call.layer_index, *within_step
                 as_called = partial(
                     _as_called, layer, call, surroundings, place, self._has_own_code, self.weights

@@ -1,41 +1,43 @@
 """One sequence in slices along its tokens, with the keys and values of earlier slices.
 
-Slice j runs through a layer with the keys and values of the slices before it. They are leaves
+Slice j runs through a layer with the keys and values of the slices before it. They have no graph
 there, so the graphs of slices are apart. Backwards run from the last slice to the first; a backward
-gives the gradients of all earlier keys and values to the slice before:
+adds the gradients of all earlier keys and values to those of later slices:
 
-    slice 0   hidden ─▶ layer ─▶ out        keys 0     ◀──────┐ gradients
-    slice 1   hidden ─▶ layer ─▶ out        keys 0, 1  ◀──┐   │
-                          ▲ keys 0, leaves ───────────────┼───┘
-    slice 2   hidden ─▶ layer ─▶ out                      │
-                          ▲ keys 0, 1, leaves ────────────┘
+    slice 0   hidden ─▶ layer ─▶ out        keys 0   ──┐            ◀──────┐ gradients
+    slice 1   hidden ─▶ layer ─▶ out        keys 1   ──┤ one tensor ◀──┐   │
+    slice 2   hidden ─▶ layer ─▶ out        keys 2   ──┘ per layer     │   │
+                          ▲ keys 0, 1, 2                  keys 1, 0 ───┴───┘
 
 So weights add up their gradients in one order, from the last slice to the first. The keys and
-values of a sequence exist on their stage from the forward of its first slice to its backward.
+values of a sequence exist once on their stage, from the forward of its first slice to its backward,
+and so does a gradient of them. A layer that runs again writes its keys into the same place.
 """
 
 from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 from transformers import DynamicCache
 from transformers.cache_utils import DynamicLayer
 
 from ..errors import BatchError, ModelError, RemoteProtocolError
 from ..model.kv_cache import LayersElsewhere, cache_index
-from ..model.layer_call import SLICES, CacheUse, LayerCall, Place
+from ..model.layer_call import SLICES, CacheUse, LayerCall, Place, put_hidden
 from ..model.placeholders import instances_in, mapped
 from ..model.stored import describe_stored
-from .boundary import leaf_of
 from .slice_cut import Work as Work
 from .slice_cut import cut_by_work as cut_by_work
+
+Call = Callable[..., Any]
 
 # The names of a layer's argument for its cache.
 _CACHES = ("past_key_values", "past_key_value", "layer_past")
@@ -155,8 +157,9 @@ class Slice:
                 cache_at = place
             else:
                 _put(args, kwargs, place, self._cut_argument(name, value, call.layer_index))
-        use = CacheUse(SLICES, cache_at, self.start) if has_cache else None
-        return replace(call, args=tuple(args), kwargs=kwargs, cache=use)
+        use = CacheUse(SLICES, cache_at, self.start, num_tokens=self.num_tokens)
+        cache = use if has_cache else None
+        return replace(call, args=tuple(args), kwargs=kwargs, cache=cache)
 
     def _cut_argument(self, name: str, value: Any, number: int) -> Any:
         numbers = value if isinstance(value, (list, tuple)) else ()
@@ -241,29 +244,120 @@ class SliceCut:
         return [Slice(start, end, num_tokens) for start, end in cut]
 
 
-@dataclass
-class _OfLayer:
-    """The keys and values of a layer for all slices so far, and their gradients from later slices.
+class _Joined(torch.autograd.Function):
+    """Puts the keys of a slice after those of the slices before, and returns all.
 
-    Where slices are cut apart, the tensors have no graph; ``requires_grad`` marks the ones that
-    need a gradient.
+    The backward runs once for each slice, from the last one to the first.
     """
 
-    tensors: tuple[Tensor, ...]
-    gradients: tuple[Tensor | None, ...] = (None, None)
+    @staticmethod
+    def forward(ctx: Any, own: Tensor, kept: _Kept, start: int) -> Tensor:
+        ctx.kept, ctx.start = kept, start
+        return kept.put(own, start)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        return ctx.kept.pass_back(gradient, ctx.start), None, None
 
 
 @dataclass
-class _LayerPass:
-    """One slice in one layer: the leaves of earlier keys and values, and the cache after it."""
+class _Kept:
+    """The keys of a layer, or its values, for all slices so far, with a gradient from later ones.
 
-    past: tuple[Tensor, ...]
-    cached: DynamicLayer
+    Tensors in it have the shape (tokens, samples, heads, features), so the first tokens lie in
+    memory as if there were no others.
 
-    @property
-    def tensors(self) -> tuple[Tensor, ...]:
-        """All keys and values so far, with the graph of the slice."""
-        return tuple(each for each in (self.cached.keys, self.cached.values) if each is not None)
+    Args:
+        is_cut: Whether the graph is cut between slices.
+        room: The number of tokens to keep room for.
+    """
+
+    is_cut: bool
+    room: int
+    _tokens: Tensor | None = None
+    # Of the tokens before the latest slice with a backward; None if no later slice has one.
+    gradient: Tensor | None = None
+
+    def join(self, own: Tensor, start: int) -> Tensor:
+        """The tokens up to a slice, of the shape of its own ones: (..., tokens, features).
+
+        Args:
+            own: The tokens of the slice.
+            start: The number of the first one.
+        """
+        if self.is_cut:
+            joined: Tensor = _Joined.apply(own, self, start)  # type: ignore[no-untyped-call]
+            return joined
+        past = [] if self._tokens is None else [self._tokens]
+        self._tokens = torch.cat([*past, own.movedim(-2, 0)])
+        return self._tokens.movedim(0, -2)
+
+    def put(self, own: Tensor, start: int) -> Tensor:
+        """Keep the tokens of a slice; returns all up to it, without a copy."""
+        first = own.movedim(-2, 0)
+        end = start + len(first)
+        if self._tokens is None:
+            self._tokens = first.new_empty((self.room, *first.shape[1:]))
+        # Earlier slices have saved tokens from here, which do not change.
+        self._tokens.data[start:end] = first
+        return self._tokens.data[:end].movedim(0, -2)
+
+    def pass_back(self, gradient: Tensor, start: int) -> Tensor:
+        """The gradient of a slice's own tokens, from this slice and from later ones.
+
+        Args:
+            gradient: The gradient of the tokens up to the slice, from this slice.
+            start: The number of its first token.
+
+        Raises:
+            ModelError: If later slices have given a gradient for other tokens.
+        """
+        total, later = gradient.movedim(-2, 0), self.gradient
+        if later is not None:
+            if len(later) != len(total):
+                raise ModelError(
+                    f"A slice of a sequence has a gradient of {len(total)} keys, and later slices "
+                    f"have one of {len(later)}. {REMEDY}"
+                )
+            total = later.add_(total)
+        # A copy, so the gradients of later tokens leave the memory.
+        self.gradient = total[:start].clone() if start else None
+        return total[start:].movedim(0, -2)
+
+
+class _LayerCache(DynamicLayer):
+    """The cache of one layer in one run on a slice.
+
+    Args:
+        kept: The keys and the values of the layer.
+        start: The number of the slice's first token.
+    """
+
+    def __init__(self, kept: tuple[_Kept, _Kept], start: int) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._kept = kept
+        self._start = start
+        self.end = start
+
+    def update(self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any) -> Any:
+        """The keys and values up to the slice.
+
+        Raises:
+            ModelError: If the layer has put keys of the slice already.
+        """
+        if self.end != self._start:
+            raise ModelError(
+                "A layer puts keys into its key-value cache twice in one forward, and slices along "
+                f"the tokens keep one set of keys for each layer. {REMEDY}"
+            )
+        self.end += key_states.shape[-2]
+        keys, values = self._kept
+        return keys.join(key_states, self._start), values.join(value_states, self._start)
+
+    def get_seq_length(self) -> int:
+        """The number of tokens before the slice."""
+        return self._start
 
 
 @dataclass
@@ -275,68 +369,79 @@ class SequenceKeys:
     """
 
     is_cut: bool = True
-    _layers: dict[int, _OfLayer] = field(default_factory=dict)
+    _layers: dict[int, tuple[_Kept, _Kept]] = field(default_factory=dict)
+    # The number of tokens that have come, by layer.
+    _come: dict[int, int] = field(default_factory=dict)
     # The end of the slice with the next backward; None before the first one.
     _backward_at: int | None = None
 
-    def past(self, number: int, length: int, is_again: bool) -> tuple[Tensor, ...]:
-        """The keys and values of a layer for the first tokens, as leaves.
-
-        Raises:
-            ModelError: If there are others.
-        """
-        held = self._layers.get(number)
-        there = 0 if held is None else held.tensors[0].shape[-2]
-        if there < length or (there > length and not is_again):
-            raise ModelError(
-                f"A slice of a sequence begins at token {length}, and layer {number} has the keys "
-                f"of {there} tokens: a slice is missing, or came twice."
-            )
-        if held is None or length == 0:
-            return ()
-        if not self.is_cut:
-            return held.tensors
-        # A forward that runs again has kept no graph, so whether keys need gradients shows now.
-        return tuple(
-            each[..., :length, :].detach().requires_grad_(each.requires_grad or is_again)
-            for each in held.tensors
-        )
-
-    def keep(self, number: int, tensors: tuple[Tensor, ...]) -> None:
-        """Keep the keys and values of a layer up to a slice."""
-        if self.is_cut:
-            tensors = tuple(leaf_of(each) for each in tensors)
-        self._layers[number] = _OfLayer(tensors)
-
-    def starts(self, end: int, passes: Mapping[int, _LayerPass]) -> list[tuple[Tensor, Tensor]]:
-        """The keys and values of a slice at which its backward starts, with their gradients.
+    def cache(self, number: int, start: int, room: int) -> _LayerCache:
+        """The cache of a layer for one run on a slice.
 
         Args:
-            end: The number after its last token.
-            passes: The slice in each layer.
+            number: The number of the layer.
+            start: The number of the slice's first token.
+            room: The length of the sequence.
+        """
+        if number not in self._layers:
+            self._layers[number] = _Kept(self.is_cut, room), _Kept(self.is_cut, room)
+        return _LayerCache(self._layers[number], start)
+
+    def check_next(self, number: int, start: int) -> None:
+        """Refuse a slice without the one before it.
 
         Raises:
-            RemoteProtocolError: If another slice comes next.
+            ModelError: With the number of tokens that have come.
         """
-        last = max(held.tensors[0].shape[-2] for held in self._layers.values())
+        there = self._come.get(number, 0)
+        if there != start:
+            raise ModelError(
+                f"A slice of a sequence begins at token {start}, and layer {number} has the keys "
+                f"of {there} tokens: a slice is missing, or came twice."
+            )
+
+    def note_come(self, number: int, end: int) -> None:
+        """A layer has the keys and values up to a token."""
+        self._come[number] = end
+
+    @property
+    def have_gradients(self) -> bool:
+        """Whether later slices have given gradients."""
+        return any(each.gradient is not None for pair in self._layers.values() for each in pair)
+
+    def begin_backward(self, end: int) -> None:
+        """Refuse a backward out of order.
+
+        Args:
+            end: The number after the slice's last token.
+
+        Raises:
+            RemoteProtocolError: If another slice is next.
+        """
+        last = max(self._come.values(), default=end)
         expected = last if self._backward_at is None else self._backward_at
         if end != expected:
             raise RemoteProtocolError(
                 f"The backward of the slice up to token {end} came, and the one of the slice up to "
                 f"token {expected} is next."
             )
-        found = []
-        for number, each in passes.items():
-            pairs = zip(each.tensors, self._layers[number].gradients, strict=True)
-            found += [(t, g) for t, g in pairs if g is not None and t.requires_grad]
-        return found
 
-    def pass_back(self, start: int, passes: Mapping[int, _LayerPass]) -> None:
-        """Keep the gradients of the earlier slices' keys and values, after a slice's backward."""
+    def end_backward(self, start: int) -> None:
+        """Refuse a backward that has left out the gradients of later slices.
+
+        Args:
+            start: The number of the slice's first token.
+
+        Raises:
+            ModelError: With the layer.
+        """
         self._backward_at = start
-        for number, each in passes.items():
-            gradients = tuple(leaf.grad for leaf in each.past)
-            self._layers[number].gradients = gradients or (None, None)
+        for number, pair in self._layers.items():
+            if any(k.gradient is not None and len(k.gradient) != start for k in pair):
+                raise ModelError(
+                    f"The backward of layer {number} has not come to the keys or values of a slice "
+                    f"from token {start} on, and later slices have gradients for them. {REMEDY}"
+                )
 
 
 @dataclass
@@ -345,88 +450,124 @@ class SlicePass:
 
     Args:
         keys: The keys and values of its sequence.
-        is_again: Whether the forward runs again for its backward.
+
+    Attributes:
+        start: The number of its first token.
+        end: The number after its last one.
+        is_last: Whether it is the last slice.
+        is_again: Whether its forward has run, and may run again.
     """
 
     keys: SequenceKeys
-    is_again: bool = False
-    _passes: dict[int, _LayerPass] = field(default_factory=dict)
-    _masks: dict[tuple[int, int], Tensor] = field(default_factory=dict)
     start: int = 0
     end: int = 0
+    is_last: bool = False
+    is_again: bool = False
+    # The caches of the forward that runs.
+    _caches: dict[int, _LayerCache] = field(default_factory=dict)
+    _masks: dict[torch.dtype, Tensor] = field(default_factory=dict)
 
-    def arguments(
-        self, call: LayerCall, layer: nn.Module, hidden: Tensor
-    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """The layer's arguments besides the hidden states, with the cache in its place.
+    def calling(self, run: Callable[..., Any], call: LayerCall, layer: nn.Module) -> Call:
+        """A function of the hidden states that calls a layer with the cache in its place.
+
+        It may run again: each run has a cache and a mask of its own.
+
+        Args:
+            run: Calls the layer.
+            call: The call for the slice.
+            layer: The layer.
 
         Raises:
             ModelError: If a slice before this one has not come.
         """
+        if call.cache is not None and not self.is_again:
+            self.keys.check_next(call.layer_index, call.cache.length)
+
+        def run_with_cache(hidden: Tensor) -> Any:
+            args, kwargs = self.arguments(call, layer, hidden)
+            args, kwargs = put_hidden(hidden, args, kwargs, call.place)
+            return run(*args, **kwargs)
+
+        return run_with_cache
+
+    def arguments(
+        self, call: LayerCall, layer: nn.Module, hidden: Tensor
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """The layer's arguments besides the hidden states, with the cache in its place if the call
+        has one.
+
+        Raises:
+            ModelError: If the layer takes none.
+            RemoteProtocolError: If the slice ends after its sequence.
+        """
         use, index = call.cache, cache_index(layer)
-        if use is None or index is None:
+        if use is None:
+            return call.args, call.kwargs
+        if index is None:
             raise ModelError(f"Layer {call.layer_index} has no place for keys and values.")
         length, self.end = hidden.shape[1], use.length + hidden.shape[1]
-        self.start = use.length
-        past = self.keys.past(call.layer_index, use.length, self.is_again)
-        cached = DynamicLayer()
-        if past:
-            cached.lazy_initialization(*past)
-            cached.keys, cached.values = past
+        self.start, num_tokens = use.length, use.num_tokens or 0
+        if self.end > num_tokens:
+            raise RemoteProtocolError(
+                f"A slice up to token {self.end} came, of a sequence of {num_tokens} tokens."
+            )
+        self.is_last = self.end == num_tokens
+        cached = self.keys.cache(call.layer_index, use.length, num_tokens)
         made = DynamicCache()
         made.layer_class_to_replicate = None
         made.layers.extend([LayersElsewhere()] * index)  # type: ignore[no-untyped-call]
         made.layers.append(cached)
-        self._passes[call.layer_index] = _LayerPass(past, cached)
+        self._caches[call.layer_index] = cached
         args, kwargs = [*call.args], dict(call.kwargs)
         if use.length and _wants_mask(layer):
             place = next((p for name, p, value in _named(call, layer) if name == _MASK), _MASK)
             given = args[place] if isinstance(place, int) else kwargs.get(place)
             # Without a mask, torch would align the first query with the first key.
-            mask = self._causal(length, hidden.device) if given is None else given
+            mask = self._causal(length, hidden, layer) if given is None else given
             _put(args, kwargs, place, mask)
         _put(args, kwargs, use.place, made)
         return tuple(args), kwargs
 
-    def _causal(self, length: int, device: torch.device) -> Tensor:
-        """The mask of the slice: True where a token attends to another."""
-        if (length, self.end) not in self._masks:
-            ones = torch.ones(length, self.end, dtype=torch.bool, device=device)
-            self._masks[length, self.end] = ones.tril(self.end - length)[None, None]
-        return self._masks[length, self.end]
+    def _causal(self, length: int, hidden: Tensor, layer: nn.Module) -> Tensor:
+        """The mask of the slice, once for all layers of one dtype: True or 0 where a token attends
+        to another."""
+        dtypes = {each.dtype for each in (hidden, *layer.parameters())}
+        is_plain = len(dtypes) == 1 and not torch.is_autocast_enabled(hidden.device.type)
+        # From True and False, torch makes such numbers in each layer, and keeps them there.
+        dtype = hidden.dtype if is_plain else torch.bool
+        if dtype not in self._masks:
+            mask = hidden.new_ones(length, self.end, dtype=torch.bool).tril(self.end - length)
+            if dtype != torch.bool:
+                mask = hidden.new_zeros(mask.shape).masked_fill_(~mask, -math.inf)
+            self._masks[dtype] = mask[None, None]
+        return self._masks[dtype]
 
     def end_forward(self) -> None:
-        """Keep the keys and values up to the slice.
+        """Note the keys and values up to the slice.
 
         Raises:
             ModelError: If a layer has not put its keys and values into the cache.
         """
-        for number, each in self._passes.items():
-            there = each.cached.get_seq_length()
-            if there != self.end:
+        for number, each in self._caches.items():
+            if each.end != self.end:
                 raise ModelError(
-                    f"Layer {number} has put the keys of {there} tokens into its key-value cache, "
-                    f"and {self.end} have come. {REMEDY}"
+                    f"Layer {number} has put the keys of {each.end} tokens into its key-value "
+                    f"cache, and {self.end} have come. {REMEDY}"
                 )
             if not self.is_again:
-                self.keys.keep(number, each.tensors)
+                self.keys.note_come(number, self.end)
+        self.is_again = True
+        self._caches.clear()
+        # Each slice would keep its own until its backward.
+        self._masks.clear()
 
-    def again(self) -> SlicePass:
-        """The slice for a forward that runs again."""
-        return SlicePass(self.keys, is_again=True)
-
-    @property
-    def past(self) -> list[Tensor]:
-        """The leaves of the earlier slices' keys and values, over all layers."""
-        return [leaf for each in self._passes.values() for leaf in each.past]
-
-    def starts(self) -> list[tuple[Tensor, Tensor]]:
-        """The keys and values at which the slice's backward starts, with their gradients."""
-        return self.keys.starts(self.end, self._passes)
+    def begin_backward(self) -> None:
+        """Refuse a backward out of order."""
+        self.keys.begin_backward(self.end)
 
     def end_backward(self) -> None:
-        """Pass the gradients of earlier keys and values to the slice before."""
-        self.keys.pass_back(self.start, self._passes)
+        """Refuse a backward that has left out the gradients of later slices."""
+        self.keys.end_backward(self.start)
 
 
 def _put(args: list[Any], kwargs: dict[str, Any], place: Place, value: Any) -> None:

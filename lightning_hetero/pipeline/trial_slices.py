@@ -107,22 +107,18 @@ def _in_slices(
     for each in slices:
         leaf, one = each.cut(hidden).detach().requires_grad_(), SlicePass(keys)
         cut = each.cut_call(call, layer)
-        args, kwargs = put_hidden(leaf, *one.arguments(cut, layer, leaf), cut.place)
-        outs.append(ResultForm.of(run(*args, **kwargs), layer, call.layer_index).hidden)
+        result = one.calling(run, cut, layer)(leaf)
+        outs.append(ResultForm.of(result, layer, call.layer_index).hidden)
         one.end_forward()
         done.append((leaf, one))
     of_input: list[Tensor] = []
     sums: Gradients = {}
     for out, (leaf, one) in zip(reversed(outs), reversed(done), strict=True):
-        starts = [(out, made_up(out)), *one.starts()]
-        past = {str(number): each for number, each in enumerate(one.past)}
-        inputs = {_INPUT: leaf, **trained, **past}
-        tensors, gradients = zip(*starts, strict=True)
-        found = torch.autograd.grad(tensors, [*inputs.values()], gradients, allow_unused=True)
+        one.begin_backward()
+        inputs = {_INPUT: leaf, **trained}
+        found = torch.autograd.grad(out, [*inputs.values()], made_up(out), allow_unused=True)
         for name, gradient in _named(inputs, found).items():
-            if name in past:
-                past[name].grad = gradient
-            elif name == _INPUT:
+            if name == _INPUT:
                 of_input.insert(0, gradient)
             else:
                 sums[name] = sums[name] + gradient if name in sums else gradient

@@ -74,15 +74,15 @@ class SliceProfile(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit
         weight_work: The multiplications of all layers with weights, for one token.
         pair_work: Their multiplications for one token and one token before it.
         key_value_bytes: The keys and values of the whole sequences.
-        attended_bytes: The keys and values of the whole sequences in the form that attention keeps
-            for a backward.
+        attended_bytes: Copies of all keys and values that attention keeps for the backward of a
+            slice, such as repetitions for several heads.
         pair_bytes: Masks and weights of attention, for one token and one token that it attends to.
     """
 
     weight_work: Share
     pair_work: Share
     key_value_bytes: Count
-    attended_bytes: Count
+    attended_bytes: Count = 0
     pair_bytes: Count = 0
 
 

@@ -7,13 +7,13 @@ embedding, head and loss run on whole sequences.
 
 All slices of a batch are in flight, whatever the plan says. A stage holds
 
-    keys and values of the sequence, their gradients, and in a backward the next gradients
+    keys and values of the sequence, and their gradients
     without recomputation    the graphs of all slices
     with it                  the input of the stage, or of each layer, for the sequence, and the
                              graph of one slice: of all layers of the stage, or of one layer
 
 The graph of a slice grows with its own tokens and with the tokens that it attends to: attention
-keeps the keys and values of all of them, in the form in which it multiplies them, and a mask.
+may keep copies of the keys and values of all of them, its weights, and a mask in its own form.
 """
 
 from __future__ import annotations
@@ -26,16 +26,12 @@ import numpy as np
 import numpy.typing as npt
 
 from ..pipeline.slice_cut import Work, cut_by_work
-from ..plan import Recompute
 from .costs import End, Holder, Index, Need, Numbers, Option
 from .profile import EMBEDDING, HEAD, DeviceProfile, ModelProfile, SliceProfile
 
 MOST_SLICES = 64
 """The most slices of a sequence that the planner tries. More save little: the keys and values, and
 the calls of the layers, stay."""
-
-RECOMPUTES: tuple[Recompute, ...] = (False, True)
-"""The ways of a worker's stage that run on slices."""
 
 Count = npt.NDArray[np.float64]
 
@@ -84,10 +80,9 @@ class SliceHolder(Holder):
 
     @property
     def options(self) -> list[Option]:
-        """The ways that slices support; the coordinator's layers do not run again."""
-        ways = RECOMPUTES[:1] if self.is_coordinator else RECOMPUTES
+        """The ways of a stage; on slices the coordinator's layers do not run again."""
         every = super().options
-        return [each for each in every if each.recompute in ways and each.weights is None]
+        return [e for e in every if not e.recompute] if self.is_coordinator else every
 
     def need(self, option: Option, first: Index, end: Index, in_flight: Numbers) -> Need:
         """The memory need of a stage, with all slices in flight."""
@@ -122,10 +117,10 @@ class SliceHolder(Holder):
     def _in_action(self, option: Option, first: Index, end: Index, num_layers: Count) -> Numbers:
         """The temporary bytes of one action."""
         keys = self._slices.key_value_bytes
-        # One layer joins its keys, and gives gradients to all that it attends to; the gradients of
-        # all layers' keys exist twice, from a later slice and for an earlier one.
+        # One layer gives gradients to all that it attends to. They are added to those of later
+        # slices, and earlier tokens get a copy of the sum.
         scratch = option.scratch(first, end) * self._longest
-        working = scratch + self._attended.max() + keys * (1 + num_layers)
+        working = scratch + self._attended.max() + 2 * keys
         if option.recompute == "layers":
             largest = option.peak(first, end) * self._longest - scratch
             working = working + largest + self._attended.max()

@@ -110,7 +110,7 @@ def describe_slices(
         pair_work=work.b,
         key_value_bytes=max(kept),
         attended_bytes=max(
-            round(num_bytes * _num_repeats(layers[number]))
+            round(num_bytes * _copies(layers[number]))
             for number, num_bytes in zip(whole.calls, kept, strict=True)
         ),
         pair_bytes=samples * max(_pair_bytes(layer, itemsize) for layer in layers),
@@ -149,17 +149,21 @@ def _config_of(layer: nn.Module) -> object:
     return next((m.config for m in layer.modules() if hasattr(m, "config")), None)
 
 
-def _num_repeats(layer: nn.Module) -> float:
-    """How many heads share a key: attention with a mask repeats it for each of them."""
+def _copies(layer: nn.Module) -> float:
+    """The bytes of attention's copies of all keys and values, over the bytes of these. With a mask,
+    attention repeats keys for all heads that share them; eager attention may copy them too."""
     config = _config_of(layer)
     num_heads: int = getattr(config, "num_attention_heads", None) or 1
-    return max(1.0, num_heads / (getattr(config, "num_key_value_heads", None) or num_heads))
+    repeats = num_heads / (getattr(config, "num_key_value_heads", None) or num_heads)
+    return repeats if repeats > 1 or _is_eager(layer) else 0.0
 
 
 def _pair_bytes(layer: nn.Module, itemsize: int) -> int:
     """The bytes of a token and another token under its attention: a mask of truth values and of
     numbers, and in eager attention the weights of each head, also in float32."""
-    config = _config_of(layer)
-    is_eager = getattr(config, "_attn_implementation", None) == "eager"
-    num_heads: int = getattr(config, "num_attention_heads", None) or 1
-    return 1 + itemsize + is_eager * num_heads * (4 + itemsize)
+    num_heads: int = getattr(_config_of(layer), "num_attention_heads", None) or 1
+    return 1 + itemsize + _is_eager(layer) * num_heads * (4 + itemsize)
+
+
+def _is_eager(layer: nn.Module) -> bool:
+    return getattr(_config_of(layer), "_attn_implementation", None) == "eager"

@@ -9,6 +9,7 @@ import hashlib
 import math
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import cache
 from typing import Annotated, Any
 
 import msgspec
@@ -80,8 +81,7 @@ class TensorSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         count = math.prod(self.shape)
         if (count or math.prod(max(dimension, 1) for dimension in self.shape)) > MOST_ELEMENTS:
             raise RemoteProtocolError(f"A tensor of shape {self.shape} is too large to exist.")
-        dtype = self.torch_dtype
-        return -(-count // 8) if dtype == torch.bool else count * dtype.itemsize
+        return num_packed_bytes(count, self.torch_dtype)
 
     @property
     def torch_dtype(self) -> torch.dtype:
@@ -101,9 +101,15 @@ class TensorSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return f"{self.dtype}{self.shape}"
 
 
+@cache
 def dtype_name(dtype: torch.dtype) -> str:
     """The dtype's name on the wire."""
     return str(dtype).removeprefix("torch.")
+
+
+def num_packed_bytes(num_elements: int, dtype: torch.dtype) -> int:
+    """Bytes of so many elements on the wire."""
+    return -(-num_elements // 8) if dtype == torch.bool else num_elements * dtype.itemsize
 
 
 def body_layout(specs: Sequence[TensorSpec]) -> tuple[list[int], int]:

@@ -14,6 +14,7 @@ from __future__ import annotations
 import hashlib
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
+from itertools import repeat
 from typing import Annotated, Any
 
 import msgspec
@@ -22,7 +23,7 @@ from torch import Tensor
 from ..errors import LocalProtocolError, ModelError, RemoteProtocolError
 from ..plan import Dtype, Recompute, Weights, WireDtype
 from .fields import Count, LayerNumber, Name, Text
-from .tensor_bytes import DTYPES, TensorSpec, dtype_name, tensor_bytes
+from .tensor_bytes import DTYPES, TensorSpec, dtype_name, num_packed_bytes, tensor_bytes
 
 NUM_SLOTS = 32
 MOST_BYTES = 4 * 2**20
@@ -126,7 +127,7 @@ class KeptConstants:
 
 def may_be_kept(tensor: Tensor) -> bool:
     """Whether a tensor is small enough for a slot, and large enough to be worth one."""
-    return 64 <= TensorSpec.of(tensor).num_bytes <= MOST_BYTES
+    return 64 <= num_packed_bytes(tensor.numel(), tensor.dtype) <= MOST_BYTES
 
 
 class TensorNode(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="tensor"):
@@ -189,6 +190,7 @@ class CacheArgument(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         length: Positions in the layer's cache, as the coordinator counts them.
         window: The layer's sliding window; None without one.
         rows: A tensor with the selected samples of the cache; None for all.
+        num_tokens: The length of the sequence of a slice; None for other caches.
     """
 
     number: Count
@@ -196,6 +198,7 @@ class CacheArgument(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     length: Count
     window: Count | None
     rows: Value
+    num_tokens: Count | None = None
 
 
 class ArithmeticBehind(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -343,10 +346,20 @@ class Packer:
         if isinstance(tree, (tuple, list)):
             make = TupleNode if isinstance(tree, tuple) else ListNode
             items = enumerate(tree)
-            return make([self.pack(item, f"{where}[{i}]", carried) for i, item in items])
-        if isinstance(tree, dict) and all(isinstance(key, str) for key in tree):
+            return make(
+                [
+                    x if type(x) in _AS_THEY_ARE else self.pack(x, f"{where}[{i}]", carried)
+                    for i, x in items
+                ]
+            )
+        if isinstance(tree, dict) and all(map(isinstance, tree, repeat(str))):
             pairs = tree.items()
-            return DictNode({k: self.pack(item, f"{where}[{k!r}]", carried) for k, item in pairs})
+            return DictNode(
+                {
+                    k: x if type(x) in _AS_THEY_ARE else self.pack(x, f"{where}[{k!r}]", carried)
+                    for k, x in pairs
+                }
+            )
         if carried is not None and isinstance(tree, carried):
             return CarriedNode(str(tree))
         # Subclasses, such as numpy's float or an enum's members, are sent as their plain type.

@@ -16,7 +16,8 @@ from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
-from itertools import zip_longest
+from itertools import chain, compress, repeat, zip_longest
+from operator import methodcaller
 from types import FrameType
 from typing import Any, Protocol
 
@@ -36,7 +37,7 @@ from ..coordinator.precision import scaler_of
 from ..errors import ModelError
 from ..model.override import stand_in
 from ..model.placeholders import GradientsAway
-from ..model.state import Stamp, version_of
+from ..model.state import Stamps, version_of
 from ..pipeline.optimizer import (
     Clipping,
     clip_gradients,
@@ -48,7 +49,7 @@ from ..pipeline.optimizer import (
 from ..pipeline.recorder import APPLY, Recorder
 
 # An optimizer's state, and the tensors in it by parameter.
-States = tuple[Mapping[Tensor, Any], list[Stamp]]
+States = tuple[Mapping[Tensor, Any], Stamps]
 
 
 def record_own_steps(
@@ -522,8 +523,9 @@ def _gradients_of(parameters: Iterable[Tensor]) -> list[tuple[WeakIdRef, int] | 
 def _state_here(optimizer: Optimizer) -> States:
     """An optimizer's state as it is."""
     states = filter(None, optimizer.state.values())
-    held = [value for state in states for value in state.values()]
-    return optimizer.state, [Stamp.of(value) for value in held if isinstance(value, Tensor)]
+    held = [*chain.from_iterable(map(methodcaller("values"), states))]
+    tensors = compress(held, map(isinstance, held, repeat(Tensor)))
+    return optimizer.state, Stamps.of(tensors)
 
 
 class FollowedZeroGrad:

@@ -384,6 +384,15 @@ class WithoutHead(FamilyModule):
         return states.square().mean()
 
 
+class OutsideLabels(FamilyModule):
+    """Has a label that its vocabulary of 48 entries lacks."""
+
+    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
+        labels = batch["labels"].clone()
+        labels[0, 3] = 48
+        return super().training_step({**batch, "labels": labels}, batch_idx)
+
+
 class NoLabels(FamilyModule):
     def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
         self.model(batch["input_ids"])
@@ -485,6 +494,11 @@ REFUSED = [
         "and these do not come back from a worker with the head. Call it without output_…=True, "
         "or take `head: true` out of the plan.",
         _runs(CollectingModule, _llama, two_stages),
+        _equals(FamilyModule, _llama, two_stages),
+    ),
+    follows(
+        "where no label counts. Check that the tokenizer belongs to the model.",
+        _runs(OutsideLabels, _llama, two_stages),
         _equals(FamilyModule, _llama, two_stages),
     ),
     follows(

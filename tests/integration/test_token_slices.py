@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from transformers import PreTrainedModel
 from lightning_hetero import HeteroPipelineStrategy, Plan, StagePlan, windows
 from lightning_hetero.errors import HeteroError
 from lightning_hetero.pipeline.turns import current_turn
+from lightning_hetero.plan import Recompute
 
 from ..conftest import worker_process
 from ..equality import assert_close, differing
@@ -50,7 +52,7 @@ from .drawing import (
 )
 from .drawing import plan_of as plan_of_shares
 from .dying_worker import dying
-from .lost_runs import NEVER, assert_same_run, run
+from .lost_runs import NEVER, Left, assert_same_run, run, turn_by_turn
 
 NUM_SLICES = 3
 # Single precision rounds, and sums over slices round otherwise; double precision shows the rest,
@@ -78,6 +80,12 @@ def model_of(family: str, attention: str = "sdpa", **options: Any) -> PreTrained
 
 def in_slices(workers: list[str], plan: Plan, **options: Any) -> HeteroPipelineStrategy:
     return HeteroPipelineStrategy(workers, plan, micro_batching="tokens", **options)
+
+
+def run_again(plan: Plan, recompute: Recompute) -> Plan:
+    """The plan with another recomputation on workers."""
+    stages = [s if s.is_local else replace(s, recompute=recompute) for s in plan.stages]
+    return replace(plan, stages=stages)
 
 
 def joined(gradients: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -114,18 +122,17 @@ def test_family_has_the_gradients_of_one_device(
 @pytest.mark.parametrize(
     ("counts", "recompute"),
     keeping(
-        [((0, 2, 2), True)],
-        all_pairs([(0, 2, 2), (2, 2), (0, 1, 2, 1)], [False, True]),
+        [((0, 2, 2), "layers")],
+        all_pairs([(0, 2, 2), (2, 2), (0, 1, 2, 1)], [False, True, "layers"]),
     ),
     ids=str,
 )
 def test_plan_has_the_gradients_of_one_device(
-    counts: tuple[int, ...], recompute: bool, workers: list[str]
+    counts: tuple[int, ...], recompute: Recompute, workers: list[str]
 ) -> None:
     expected = fit_family(model_of("qwen3"))
-    plan = plan_of(workers, counts, NUM_SLICES)
-    stages = [s if s.is_local else StagePlan(s.workers, s.layers, recompute) for s in plan.stages]
-    strategy = in_slices(workers[: len(counts) - 1], Plan(stages, NUM_SLICES))
+    plan = run_again(plan_of(workers, counts, NUM_SLICES), recompute)
+    strategy = in_slices(workers[: len(counts) - 1], plan)
     found = fit_family(model_of("qwen3"), strategy)
     assert_close(found.gradients, expected.gradients, FLOOR)
     assert found.losses == pytest.approx(expected.losses, rel=1e-5)
@@ -133,30 +140,34 @@ def test_plan_has_the_gradients_of_one_device(
 
 @repeats("test_plan_has_the_gradients_of_one_device")
 @pytest.mark.parametrize("precision", ["bf16-mixed", "bf16-true"])
-@pytest.mark.parametrize("attention", ["eager", "sdpa"])
+@pytest.mark.parametrize(
+    ("attention", "recompute"), [("eager", False), ("sdpa", False), ("sdpa", "layers")]
+)
 def test_half_precision_is_near_one_device(
-    attention: str, precision: Any, workers: list[str]
+    attention: str, recompute: Recompute, precision: Any, workers: list[str]
 ) -> None:
     def run(strategy: Any) -> FamilyModule:
         module = FamilyModule(model_of("llama", attention))
         return fit(module, strategy, loader(6, 6, padded=True), precision=precision)
 
     expected = run("auto")
-    found = run(in_slices(workers[:2], plan_of(workers, (1, 1, 2), NUM_SLICES)))
+    plan = run_again(plan_of(workers, (1, 1, 2), NUM_SLICES), recompute)
+    found = run(in_slices(workers[:2], plan))
     assert found.losses == pytest.approx(expected.losses, rel=1e-2)
     assert_close(joined(found.gradients), joined(expected.gradients), 0.0, 5e-2)
 
 
 @repeats("test_plan_has_the_gradients_of_one_device")
-def test_a_scaled_loss_trains_as_on_one_device(workers: list[str]) -> None:
+@pytest.mark.parametrize("recompute", [False, "layers"])
+def test_a_scaled_loss_trains_as_on_one_device(recompute: Recompute, workers: list[str]) -> None:
     def run(strategy: Any, init_scale: float) -> FamilyModule:
         module, data = FamilyModule(model_of("llama")), loader(24, 6, padded=True)
         return fit(module, strategy, data, plugins=scaled_precision(init_scale))
 
     for init_scale in (2.0**12, 2.0**40):  # the second one skips steps
         expected = run("auto", init_scale)
-        strategy = in_slices(workers[:2], plan_of(workers, (1, 1, 2), NUM_SLICES))
-        found = run(strategy, init_scale)
+        plan = run_again(plan_of(workers, (1, 1, 2), NUM_SLICES), recompute)
+        found = run(in_slices(workers[:2], plan), init_scale)
         wanted = dict(expected.named_parameters())
         assert_close(dict(found.named_parameters()), wanted, FLOOR, 1e-2)
         start = dict(model_of("llama").named_parameters())
@@ -213,6 +224,11 @@ def test_adapters_on_four_bits_train_as_on_one_device(workers: list[str], tmp_pa
     plan = plan_of(workers, (1, 1, 2), NUM_SLICES)
     found = fit_family(model(), in_slices(workers[:2], plan))
     assert_close(joined(found.gradients), joined(expected.gradients), 0.0, 1e-4)
+    changes: dict[str, Any] = {"recompute": "layers", "weights": "disk"}
+    stages = [s if s.is_local else replace(s, **changes) for s in plan.stages]
+    read = fit_family(model(), in_slices(workers[:2], replace(plan, stages=stages)))
+    assert read.losses == found.losses
+    assert differing(read, found) == []
 
 
 def dropout_model() -> PreTrainedModel:
@@ -268,12 +284,27 @@ def test_dropout_has_the_bits_of_the_run_without_workers(
 
 
 @pytest.mark.filterwarnings("ignore:The plan has no stage on a worker")
-@repeats("test_dropout_has_the_bits_of_the_run_without_workers")
-def test_a_forward_that_runs_again_draws_the_same_masks(workers: list[str]) -> None:
+@pytest.mark.parametrize(
+    ("name", "options"),
+    keeping(
+        [("adapters", {"recompute": "layers", "weights": "disk"})],
+        [
+            ("gpt2", {"recompute": True}),
+            ("gpt2", {"recompute": "layers"}),
+            ("llama", {"recompute": "layers"}),
+            ("adapters", {"recompute": "layers"}),
+            ("adapters", {"recompute": "layers", "weights": "disk"}),
+        ],
+    ),
+    ids=str,
+)
+def test_a_forward_that_runs_again_draws_the_same_masks(
+    name: str, options: dict[str, Any], workers: list[str]
+) -> None:
     shares: Shares = [("a", 2), ("b", 2)]
-    found = drawing("gpt2", workers[:2], shares, recompute=True)
-    assert found.losses == alone("gpt2").losses
-    assert differing(found, alone("gpt2")) == []
+    found = drawing(name, workers[:2], shares, **options)
+    assert found.losses == alone(name).losses
+    assert differing(found, alone(name)) == []
 
 
 @pytest.mark.filterwarnings("ignore:The plan has no stage on a worker")
@@ -327,15 +358,22 @@ def test_evaluation_cuts_samples_and_keeps_its_caches(workers: list[str]) -> Non
 
 
 @repeats("integration/test_lost_workers.py::test_a_killed_process_comes_back")
-@pytest.mark.parametrize(("place", "call"), [("forward", 14), ("backward", 8)])
-def test_a_lost_worker_comes_back_to_the_same_bits(place: str, call: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("place", "call", "recompute"),
+    [("forward", 14, False), ("backward", 8, False), ("backward", 9, "layers")],
+)
+def test_a_lost_worker_comes_back_to_the_same_bits(
+    place: str, call: int, recompute: Recompute, tmp_path: Path
+) -> None:
+    def train_over(names: list[str], folder: str, kind: Recompute) -> Left:
+        plan = run_again(turn_by_turn(names), kind)
+        return run(names, tmp_path / folder, NEVER, plan, micro_batching="tokens")
+
     with worker_process() as first, worker_process() as second:
-        names = [first.address, second.address]
-        expected = run(names, tmp_path / "calm", NEVER, micro_batching="tokens")
+        expected = train_over([first.address, second.address], "calm", False)
     died = tmp_path / "died"
     with worker_process() as other, worker_process(before=dying(place, call, died)) as victim:
-        names = [victim.address, other.address]
-        found = run(names, tmp_path / "run", NEVER, micro_batching="tokens")
+        found = train_over([victim.address, other.address], "run", recompute)
     assert died.exists()
     assert_same_run(found, expected)
 
@@ -434,6 +472,10 @@ def of_stage(**changes: Any) -> PlanOf:
     return lambda workers: Plan([StagePlan(workers[:1], (0, 4), **changes)], NUM_SLICES)
 
 
+def over_replicas(workers: list[str]) -> Plan:
+    return Plan([StagePlan(workers[:2], (0, 4))], NUM_SLICES)
+
+
 def trains(make: Make, plan: PlanOf, micro_batching: Any, **options: Any) -> Act:
     def act(workers: list[str]) -> None:
         strategy = HeteroPipelineStrategy(workers[:2], plan(workers), micro_batching=micro_batching)
@@ -465,7 +507,7 @@ def twice(make: Make, plan: PlanOf = over_two, **options: Any) -> tuple[Act, Act
         ),
         follows(
             "Take it from the plan. Use `micro_batching='boundary'`",
-            *twice(llama, of_stage(recompute="layers")),
+            *twice(llama, over_replicas),
         ),
         follows(
             "or switch it off. Use `micro_batching='boundary'`",
@@ -507,8 +549,7 @@ def refused(match: str, make: Make, plan: PlanOf, workers: list[str]) -> None:
         (of_stage(compile=True), "has `compile: true`, which does not work with"),
         (of_stage(embedding=True), "has `embedding: true`"),
         (of_stage(head=True), "has `head: true`"),
-        (of_stage(weights="disk", recompute="layers"), "has `weights: disk`"),
-        (lambda workers: Plan([StagePlan(workers[:2], (0, 4))], NUM_SLICES), "several workers"),
+        (over_replicas, "several workers"),
         (
             lambda workers: Plan(
                 [
@@ -520,7 +561,7 @@ def refused(match: str, make: Make, plan: PlanOf, workers: list[str]) -> None:
             "`recompute: true` for the coordinator's layers",
         ),
     ],
-    ids=["compile", "embedding", "head", "weights", "replicas", "recompute here"],
+    ids=["compile", "embedding", "head", "replicas", "recompute here"],
 )
 def test_a_plan_that_slices_do_not_support_is_refused(
     plan: PlanOf, match: str, workers: list[str]

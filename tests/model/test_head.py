@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -12,7 +13,8 @@ from transformers import LlamaForCausalLM
 from transformers.loss.loss_utils import ForCausalLMLoss
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRMSNorm
 
-from lightning_hetero.model.head import HeadLoss, find_head
+from lightning_hetero.errors import BatchError
+from lightning_hetero.model.head import HeadLoss, check_labels, find_head
 from lightning_hetero.model.layers import (
     EMBEDDING_LAYER,
     HEAD_LAYERS,
@@ -59,6 +61,33 @@ def test_the_loss_is_the_function_of_transformers() -> None:
     assert isinstance(loss, HeadLoss)
     expected: Tensor = ForCausalLMLoss(logits, labels, 7)
     assert torch.equal(loss(logits=logits, labels=labels, vocab_size=7), expected)
+
+
+def given_to_loss(**changes: Any) -> dict[str, Any]:
+    """The arguments of a loss with a vocabulary of 7 entries."""
+    labels = torch.tensor([[0, 6, -100], [2, 3, 4]])
+    given = {"labels": labels, "vocab_size": 7, "ignore_index": -100, "shift_labels": None}
+    return {**given, **changes}
+
+
+@pytest.mark.parametrize(
+    ("changes", "fault"),
+    [
+        ({"vocab_size": 6}, "label 6 at \\[0, 1\\] of the argument `labels` .* has 6 entries"),
+        ({"ignore_index": -1}, "label -100 at \\[0, 2\\] .* or -1 where no label counts"),
+        ({"shift_labels": torch.tensor([[1, 7]])}, "label 7 at \\[0, 1\\] .* `shift_labels`"),
+    ],
+)
+def test_labels_outside_of_the_vocabulary_are_refused(changes: Any, fault: str) -> None:
+    with pytest.raises(BatchError, match=fault):
+        check_labels(given_to_loss(**changes))
+
+
+def test_labels_that_the_loss_leaves_out_may_be_anything() -> None:
+    outside = torch.tensor([[9, 6, -100], [-5, 3, 4]])
+    check_labels(given_to_loss(labels=outside))
+    check_labels(given_to_loss(labels=outside, shift_labels=torch.tensor([[1, -100]])))
+    check_labels(given_to_loss(labels=torch.zeros(0, 3, dtype=torch.int64)))
 
 
 def test_a_loss_of_other_code_has_another_digest(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from lightning_hetero.errors import BatchError, ModelError, RemoteProtocolError
 from lightning_hetero.model.layer_call import LayerCall
@@ -29,10 +30,12 @@ from lightning_hetero.pipeline.token_slices import (
     work_of,
 )
 from lightning_hetero.pipeline.trial_slices import tried_in_slices
+from lightning_hetero.plan import Recompute
 
 from ..families import tiny_model
 from ..qlora import in_four_bits
 from ..remedies import Act, come_and_follow, follows
+from ..storages import StorageCount
 from .chain import Chain, cut_into_stages
 
 NUM_TOKENS = 10
@@ -133,9 +136,11 @@ def whole(model: Any, calls: list[LayerCall], gradient: Tensor) -> tuple[Tensor,
     return out.detach(), leaf.grad
 
 
-@pytest.mark.parametrize("recompute", [False, True])
+@pytest.mark.parametrize("recompute", [False, True, "layers"])
 @pytest.mark.parametrize("attention", ["eager", "sdpa"])
-def test_a_stage_has_the_gradients_of_the_whole_sequence(attention: str, recompute: bool) -> None:
+def test_a_stage_has_the_gradients_of_the_whole_sequence(
+    attention: str, recompute: Recompute
+) -> None:
     model = layers_of(attention=attention)
     mask = None
     if attention == "eager":
@@ -158,7 +163,7 @@ def test_a_stage_has_the_gradients_of_the_whole_sequence(attention: str, recompu
     assert stage._keys == {}
 
 
-def step_of_chain(processes: list[int] | None, seed: int, recompute: bool) -> list[Tensor]:
+def step_of_chain(processes: list[int] | None, seed: int, recompute: Recompute) -> list[Tensor]:
     """The gradients of four layers in four stages, and of the hidden states."""
     model = layers_of()
     layers = {number: model.layers[number] for number in range(4)}
@@ -181,9 +186,9 @@ def step_of_chain(processes: list[int] | None, seed: int, recompute: bool) -> li
     return [p.grad for p in (leaf, *model.parameters()) if p.grad is not None]
 
 
-@pytest.mark.parametrize("recompute", [False, True])
-def test_every_plan_and_timing_adds_up_in_one_order(recompute: bool) -> None:
-    expected = step_of_chain(None, 0, recompute)
+@pytest.mark.parametrize("recompute", [False, True, "layers"])
+def test_every_plan_and_timing_adds_up_in_one_order(recompute: Recompute) -> None:
+    expected = step_of_chain(None, 0, False)
     assert len(expected) > 4
     for processes in (None, [1, 2, 1, 2], [1, 1, 2, 2], [1, 1, 1, 1]):
         for seed in range(4):
@@ -415,3 +420,160 @@ def test_layers_say_by_themselves_why_they_cannot_run_on_slices() -> None:
     layer = llama_layer()
     layer.self_attn.config.num_kv_shared_layers = 1
     assert "share their keys and values" in str(refusal(layer))
+
+
+def wide_layers(num_layers: int) -> Any:
+    """Layers whose keys and graphs are large beside their weights."""
+    config = LlamaConfig(
+        vocab_size=8,
+        hidden_size=64,
+        intermediate_size=96,
+        num_hidden_layers=num_layers,
+        num_attention_heads=2,
+        attn_implementation="sdpa",
+    )
+    torch.manual_seed(0)
+    return LlamaForCausalLM(config).model
+
+
+def peak_of_step(num_layers: int, num_tokens: int, num_slices: int, recompute: Recompute) -> int:
+    """The most bytes of tensors at once, in the step of a stage with gradients of its weights."""
+    model = wide_layers(num_layers)
+    layers = nn.ModuleDict({str(n): layer for n, layer in enumerate(model.layers)})
+    stage = Stage(layers, torch.device("cpu"), 1, recompute=recompute)
+    for parameter in layers.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    tables = model.rotary_emb(torch.zeros(1), torch.arange(num_tokens)[None])
+    kwargs = {"attention_mask": None, "position_embeddings": tables, "past_key_values": None}
+    call = LayerCall(0, True, (), {**kwargs, "position_ids": None})
+    calls = [replace(call, layer_index=number) for number in range(num_layers)]
+    slices = SliceCut(num_slices, EVEN).slices(num_tokens)
+    with StorageCount() as count:
+        for index, each in enumerate(slices):
+            cut = [each.cut_call(one, model.layers[one.layer_index]) for one in calls]
+            leaf = torch.ones(1, each.end - each.start, 64, requires_grad=True)
+            stage.forward(Key(index), Activation(leaf), Surroundings(True, None, cut))
+        for index in reversed(range(num_slices)):
+            length = slices[index].end - slices[index].start
+            stage.backward(Key(index), Gradients((torch.ones(1, length, 64),)))
+    return count.peak_bytes
+
+
+@pytest.mark.parametrize("num_tokens", [256, 512, 1024])
+def test_layers_that_run_again_keep_inputs_keys_and_one_layers_graph(num_tokens: int) -> None:
+    num_slices = num_tokens // 64
+    # One layer has its weights, inputs, keys and values, and its graph of one slice.
+    one = peak_of_step(1, num_tokens, num_slices, True)
+    weights = sum(2 * p.nbytes for p in wide_layers(1).layers.parameters())
+    of_tokens = 4 * 64 * num_tokens
+    # A further layer: its weights and their gradients, input, keys and values with gradients.
+    more = weights + of_tokens + 2 * 2 * of_tokens
+    found = peak_of_step(6, num_tokens, num_slices, "layers")
+    assert found <= 1.1 * (one + 5 * more)
+
+
+def test_keys_are_kept_once_for_all_slices() -> None:
+    short, long = (peak_of_step(2, length, length // 64, False) for length in (512, 1024))
+    # The masks of slices grow with the square of the length; keys for each slice would, too.
+    masks = 4 * 64 * 64 * (16 * 17 - 2 * 8 * 9) // 2
+    assert long - masks < 2.05 * short
+
+
+class Reader:
+    """Notes each layer that has to be read."""
+
+    def __init__(self) -> None:
+        self.read: list[int] = []
+
+    def enter(self, number: int) -> None:
+        if self.read[-1:] != [number]:
+            self.read.append(number)
+
+    enter_backward = enter
+
+
+def test_each_slice_reads_each_layer_for_its_forward_and_for_its_backward() -> None:
+    model, reader = layers_of(), Reader()
+    stage, calls = stage_of(model, recompute="layers", weights=reader), calls_of(model)
+    outs = [forward(stage, model, calls, each, n) for n, each in enumerate(slices_of(3))]
+    assert reader.read == [0, 1] * 3
+    reader.read.clear()
+    for index in (2, 1, 0):
+        stage.backward(Key(index), Gradients((torch.ones_like(outs[index]),)))
+    assert reader.read == [1, 0] * 3
+
+
+@pytest.mark.parametrize("recompute", [False, True, "layers"])
+def test_a_slice_without_a_gradient_gets_the_gradients_of_later_ones(recompute: Recompute) -> None:
+    model = layers_of()
+    calls, gradient = calls_of(model), torch.randn(2, NUM_TOKENS, 16)
+    slices = slices_of(3)
+    slices[0].cut(gradient).zero_()
+    _, of_input = whole(model, calls, gradient)
+    stage = stage_of(model, recompute=recompute)
+    for index, each in enumerate(slices):
+        forward(stage, model, calls, each, index)
+    given = [None, *(each.cut(gradient) for each in slices[1:])]
+    back = [stage.backward(Key(n), Gradients((given[n],))).tensors[0] for n in (2, 1, 0)]
+    torch.testing.assert_close(torch.cat(back[::-1], 1), of_input)  # type: ignore[arg-type]
+
+
+def test_a_frozen_stage_without_gradients_leaves_no_keys() -> None:
+    model = layers_of()
+    model.requires_grad_(False)
+    stage, calls = stage_of(model), calls_of(model)
+    for _ in range(2):
+        for index, each in enumerate(slices_of(3)):
+            cut = [each.cut_call(call, model.layers[call.layer_index]) for call in calls]
+            incoming = Activation(each.cut(hidden_states()))
+            stage.forward(Key(index), incoming, Surroundings(True, None, cut))
+        assert stage._keys == {}
+
+
+def test_keys_put_twice_into_a_cache_are_refused() -> None:
+    made = llama_layer()
+    forward_of_class = made.forward
+
+    def forward(hidden: Tensor, **kwargs: Any) -> Any:
+        return forward_of_class(hidden, **kwargs) + forward_of_class(hidden, **kwargs)
+
+    made.forward = forward
+    with pytest.raises(ModelError, match="twice in one forward"):
+        running(lambda: made)()
+
+
+def test_a_backward_that_leaves_out_the_keys_is_refused() -> None:
+    model = layers_of()
+    stage, slices, calls = stage_of(model), slices_of(2), calls_of(model)
+    attention = model.layers[0].self_attn
+    outs = []
+    for index, each in enumerate(slices):
+        # The first slice's own keys have no graph.
+        attention.k_proj.requires_grad_(index == 1)
+        handle = attention.k_proj.register_forward_hook(
+            lambda _m, _i, out, is_cut=index == 0: out.detach() if is_cut else out
+        )
+        outs.append(forward(stage, model, calls, each, index))
+        handle.remove()
+    stage.backward(Key(1), Gradients((torch.ones_like(outs[1]),)))
+    with pytest.raises(ModelError, match="backward of layer 0 has not come to the keys"):
+        stage.backward(Key(0), Gradients((torch.ones_like(outs[0]),)))
+
+
+def test_a_change_of_keys_in_place_is_refused() -> None:
+    kept = SequenceKeys().cache(0, 0, 4)
+    own = torch.ones(1, 1, 4, 2, requires_grad=True)
+    keys, _ = kept.update(own * 1, own * 1)
+    with pytest.raises(RuntimeError, match="modified inplace"):
+        keys.mul_(2)
+
+
+def test_a_slice_after_the_end_of_its_sequence_is_refused() -> None:
+    model = layers_of()
+    each, calls = slices_of(1)[0], calls_of(model)
+    call = each.cut_call(calls[0], model.layers[0])
+    assert call.cache is not None
+    call = replace(call, cache=replace(call.cache, num_tokens=9))
+    incoming = Activation(hidden_states())
+    with pytest.raises(RemoteProtocolError, match="up to token 10 came, of a sequence of 9"):
+        stage_of(model).forward(Key(0), incoming, Surroundings(True, None, [call]))

@@ -20,7 +20,6 @@ from lightning_hetero.pipeline.rule import Key
 from lightning_hetero.pipeline.slice_cut import cut_by_work
 from lightning_hetero.pipeline.stage import Stage
 from lightning_hetero.pipeline.token_slices import SliceCut, work_of
-from lightning_hetero.planner.costs import KEPT_FREE
 from lightning_hetero.planner.profile import DeviceProfile, ModelProfile, Part, Timing
 from lightning_hetero.planner.token_slices import SliceHolder
 from lightning_hetero.profiler.embedding_and_head import Example
@@ -100,10 +99,10 @@ def measured(whole: Example, layers: list[nn.Module], num_slices: int) -> list[T
     return of_mean_slices(found, examples)
 
 
-@pytest.mark.parametrize("recompute", [False, True])
+@pytest.mark.parametrize("recompute", [False, True, "layers"])
 @pytest.mark.parametrize("num_slices", [2, 8])
 def test_the_counted_bytes_are_enough_for_the_slices_of_a_stage(
-    num_slices: int, recompute: bool
+    num_slices: int, recompute: Any
 ) -> None:
     layers = decoder()
     whole = example(layers)
@@ -122,13 +121,13 @@ def test_the_counted_bytes_are_enough_for_the_slices_of_a_stage(
     holder = SliceHolder(device, model, TOKENS // num_slices, slices, TOKENS)
     need = holder.need(holder.option("float32", recompute), 0, NUM_LAYERS, 1)
     held, peak = bytes_of_stage(whole, layers, num_slices, recompute)
-    # The planner keeps this much free, and such small layers keep other things too.
-    assert held <= (1 + KEPT_FREE) * float(need.in_flight)
-    assert peak <= (1 + KEPT_FREE) * float(need.total) <= 1.6 * peak
+    assert held <= float(need.in_flight)
+    # The parts of a backward do not reach their peaks together.
+    assert peak <= float(need.total) <= 1.7 * peak
 
 
 def bytes_of_stage(
-    whole: Example, layers: list[nn.Module], num_slices: int, recompute: bool
+    whole: Example, layers: list[nn.Module], num_slices: int, recompute: Any
 ) -> tuple[int, int]:
     """Bytes of a stage between forwards and backwards, and the most of all."""
     stage = Stage(nn.ModuleDict({str(n): e for n, e in enumerate(layers)}), CPU, 1, recompute)
