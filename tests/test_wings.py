@@ -13,6 +13,7 @@ from .pages import ROOT
 # By name: the modules that are gone with it. Wings that the core still needs are in
 # `core_contract.toml` and not here.
 WINGS = {
+    "adapters": ["model.adapters"],
     "callbacks": ["callbacks"],
     "cli": ["cli"],
     "discovery": ["discovery"],

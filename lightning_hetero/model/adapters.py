@@ -9,7 +9,6 @@ from __future__ import annotations
 import re
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
 import torch
@@ -17,6 +16,7 @@ from torch import nn
 
 from ..errors import ModelError
 from ..optional import peft
+from .layers import Adapters, without_wrappers
 from .override import stand_in
 from .stored import unpacked_on_meta
 
@@ -46,24 +46,6 @@ _NOT_SENT = frozenset(
 _NAMED_BY_PATTERNS = ("target_modules", "exclude_modules", "feedforward_modules")
 _VALUES_BY_PATTERN = ("rank_pattern", "alpha_pattern")
 _PLAIN_NAME = re.compile(r"\^?[\w.-]*")
-
-
-@dataclass(frozen=True)
-class Adapters:
-    """The adapters of a model.
-
-    Args:
-        configs: Each adapter's PEFT config as plain data, by the adapter's name.
-        active: Names of the active adapters.
-        is_enabled: Whether adapters are enabled.
-        scaling: The present scaling factors, by the path of a layer in the model and the adapter's
-            name. A config has the initial ones.
-    """
-
-    configs: dict[str, dict[str, Any]]
-    active: list[str]
-    is_enabled: bool = True
-    scaling: dict[str, dict[str, float]] = field(default_factory=dict)
 
 
 def describe_adapters(owner: nn.Module, layers: Sequence[nn.Module]) -> Adapters | None:
@@ -269,11 +251,6 @@ def _is_tuned(module: nn.Module) -> bool:
     """Whether a module is a layer of PEFT around a layer of the model."""
     library: Any = sys.modules.get("peft")
     return library is not None and isinstance(module, library.tuners.tuners_utils.BaseTunerLayer)
-
-
-def without_wrappers(path: str) -> str:
-    """The path of a module in layers without adapters."""
-    return ".".join(part for part in path.split(".") if part != "base_layer")
 
 
 def _plain_config(config: Any) -> dict[str, Any]:

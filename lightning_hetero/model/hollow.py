@@ -45,14 +45,13 @@ from dataclasses import replace
 from functools import partial
 from itertools import compress, pairwise, repeat
 from operator import attrgetter, is_, itemgetter, ne
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 from torch import Tensor, nn
 
 from ..errors import ModelError
 from ..plan import HEAD_LAYERS
-from .adapters import AdapterSwitches
 from .argument_changes import copied
 from .captured_outputs import HIDDEN_STATES, SilencedHooks, add_collected, has_hooks, wanted_kinds
 from .carried_tensors import Carried, is_carried, returned
@@ -111,6 +110,10 @@ from .tensors import (
     set_tensor,
     state_in,
 )
+from .wings import adapter_switches
+
+if TYPE_CHECKING:
+    from .adapters import AdapterSwitches
 
 # From hidden states, recorded calls, kinds of outputs, and carried tensors by name, to hidden
 # states, and collected outputs with returned carried tensors.
@@ -207,8 +210,9 @@ class HollowLayers:
         for number, layer in self._modules.items():
             is_heard = (lambda: self._is_here) if number in self._kept else None
             self._undo.callback(SilencedHooks(layer, is_heard).restore)
-            self._switches[number] = AdapterSwitches(layer)
-            self._undo.callback(self._switches[number].release)
+            if (switches := adapter_switches(layer)) is not None:
+                self._switches[number] = switches
+                self._undo.callback(switches.release)
             self._undo.callback(_HollowForward(layer, self, number).put_on().take_off)
         for layer in self._emptied.values():
             hold_in_place(layer)
@@ -510,7 +514,8 @@ class HollowLayers:
         warn_of_changes_outside(number, changed)
 
     def _check_adapters(self, number: int) -> None:
-        if self._switches[number].have_changed():
+        switches = self._switches.get(number)
+        if switches is not None and switches.have_changed():
             raise ModelError(
                 f"The adapters of layer {number} were switched, scaled or merged after its weights "
                 "went to a worker, and the worker does not follow. Leave adapters as they are "

@@ -11,7 +11,7 @@ A model may then pass the embedding's output to its first layer, and do arithmet
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from difflib import SequenceMatcher
 from functools import cache
 from itertools import chain
@@ -452,6 +452,29 @@ def embedded_on_meta(embedding: nn.Module, token_ids: Tensor) -> Tensor:
     """A tensor on ``meta`` with the shape and dtype of the embedded token ids."""
     weight = embedding.get_parameter("weight")
     return torch.empty(*token_ids.shape, weight.shape[-1], dtype=weight.dtype, device="meta")
+
+
+@dataclass(frozen=True)
+class Adapters:
+    """The adapters of a model.
+
+    Args:
+        configs: Each adapter's PEFT config as plain data, by the adapter's name.
+        active: Names of the active adapters.
+        is_enabled: Whether adapters are enabled.
+        scaling: The present scaling factors, by the path of a layer in the model and the adapter's
+            name. A config has the initial ones.
+    """
+
+    configs: dict[str, dict[str, Any]]
+    active: list[str]
+    is_enabled: bool = True
+    scaling: dict[str, dict[str, float]] = field(default_factory=dict)
+
+
+def without_wrappers(path: str) -> str:
+    """The path of a module in layers without adapters."""
+    return ".".join(part for part in path.split(".") if part != "base_layer")
 
 
 class EmbeddingOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

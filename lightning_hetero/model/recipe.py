@@ -26,7 +26,6 @@ from transformers import (
 
 from ..errors import ModelError
 from ..plan import HEAD_LAYERS
-from .adapters import Adapters, describe_adapters, inject_adapters, without_wrappers
 from .allowed_imports import Allowed
 from .attribute_values import META
 from .captured_outputs import collect_from, collected_in, install_hooks
@@ -46,13 +45,16 @@ from .layer_code import check_code, code_of
 from .layers import (
     EMBEDDING_LAYER,
     LOSS_LAYER,
+    Adapters,
     DecoderLayer,
     EmbeddingOptions,
     models_around,
     name_of,
+    without_wrappers,
 )
 from .partial_layers import absent_in, half_of
 from .stored import FourBit, describe_stored, format_here
+from .wings import describe_adapters, inject_adapters
 
 # The calls of torch that building takes, a few seconds of them. The decoders of transformers in
 # their default sizes take fewer than 10,000.
