@@ -20,9 +20,11 @@ from lightning_hetero.planner.profile import (
     HEAD,
     DeviceProfile,
     Link,
+    Part,
     Profile,
     SliceProfile,
     Timing,
+    WeightReading,
 )
 from lightning_hetero.planner.solver import Wishes, solve
 from lightning_hetero.planner.token_slices import slice_counts
@@ -287,6 +289,24 @@ def test_nothing_is_chosen_that_slices_do_not_support() -> None:
         assert len(stage.workers) == 1
         assert [stage.embedding, stage.head, stage.weights] == [False, False, None]
     assert plan.micro_batches > 1
+
+
+@pytest.mark.parametrize(
+    ("memory_mib", "recompute", "weights"),
+    [(16_000, False, None), (800, True, None), (500, "layers", None), (250, "layers", "host")],
+)
+def test_a_stage_does_what_its_memory_asks_for(
+    memory_mib: int, recompute: Any, weights: str | None
+) -> None:
+    """One worker with six layers of 50 MiB, each with a graph of 1 MiB for a token."""
+    mib = 2**20
+    layer = layers(1, 2, saved_bytes=mib, peak_bytes=mib)
+    reading = {"host": WeightReading(1e12, 2**40)}
+    own = worker("a", timings=layer, memory_bytes=memory_mib * mib, weights=reading)
+    parts = [Part(EMBEDDING, 0), Part(HEAD, 0), Part("layer", 50 * mib)]
+    of = sliced(6, [own], coordinator(ends()), model_options={"parts": parts})
+    (stage,) = solve(of, Wishes(micro_batches=64)).plan.stages
+    assert (stage.recompute, stage.weights) == (recompute, weights)
 
 
 def test_numbers_of_slices_are_powers_of_two() -> None:
