@@ -79,7 +79,8 @@ def measure_ends(sighting: ModelSighting, budget_seconds: float, tick: Tick) -> 
         whole = sighting.batch_size
         found = _measure_batch(sighting, whole, patience, tick)
         if isinstance(found, m.NotMeasured):
-            raise _ends_failed(found, whole)
+            unit = "samples" if sighting.subject.slices is None else "tokens of each sequence"
+            raise _ends_failed(found, whole, unit)
         for size in sizes:
             result.timings += _timings(sighting, size, found, size / whole)
         return result
@@ -132,8 +133,8 @@ def _share_of(whole: m.LayerMeasured, share: float) -> m.LayerMeasured:
     )
 
 
-def _ends_failed(failed: m.NotMeasured, size: int) -> StageFailed:
-    what = f"The coordinator failed while it measured `training_step` on {size} samples"
+def _ends_failed(failed: m.NotMeasured, size: int, unit: str = "samples") -> StageFailed:
+    what = f"The coordinator failed while it measured `training_step` on {size} {unit}"
     return failure(what, failed)
 
 

@@ -73,6 +73,24 @@ def test_the_first_slices_of_equal_work_are_measured() -> None:
     assert sorted(chosen) == [64, TOKENS]
 
 
+def test_a_slice_takes_no_longer_than_a_larger_one() -> None:
+    """So that no line through two noisy timings falls, and ends at 0 seconds."""
+    layers = decoder()
+    examples = slice_examples(example(layers), layers, None)[1]
+    small, middle, whole = sorted(examples)
+    noisy = [
+        Timing("layer", small, 0.5, 0.1, 8, 8),
+        Timing("layer", middle, 0.2, 0.3, 8, 8),
+        Timing("layer", whole, 0.9, 0.2, 8, 8),
+        Timing("layer", small, 0.1, 0.7, 8, 8, recompute=True),
+    ]
+    found = of_mean_slices(noisy, examples)
+    seconds = [(each.forward_seconds, each.backward_seconds) for each in found]
+    assert seconds == [(0.2, 0.1), (0.2, 0.2), (0.9, 0.2), (0.1, 0.7)]
+    assert found[2].saved_bytes == 8
+    assert found[1].saved_bytes == round(8 * middle / examples[middle].hidden.shape[1])
+
+
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
 def test_keys_and_values_are_counted_without_content(attention: str) -> None:
     layers = decoder(attention)
