@@ -124,7 +124,7 @@ def describe_slices(
         pair_work=work.b,
         key_value_bytes=max(kept),
         attended_bytes=max(
-            round(num_bytes * _copies(layers[number]))
+            _copied_bytes(layers[number], num_bytes, whole.inputs[number])
             for number, num_bytes in zip(whole.calls, kept, strict=True)
         ),
         pair_bytes=samples * max(_pair_bytes(layer, itemsize) for layer in layers),
@@ -163,13 +163,20 @@ def _config_of(layer: nn.Module) -> object:
     return next((m.config for m in layer.modules() if hasattr(m, "config")), None)
 
 
-def _copies(layer: nn.Module) -> float:
-    """The bytes of attention's copies of all keys and values, over the bytes of these. With a mask,
-    attention repeats keys for all heads that share them; eager attention may copy them too."""
-    config = _config_of(layer)
+def _copied_bytes(layer: nn.Module, kept_bytes: int, hidden: Tensor) -> int:
+    """The bytes of attention's copies of all keys and values. With a mask, attention repeats keys
+    for all heads that share them; eager attention may copy them too.
+
+    Args:
+        layer: The layer.
+        kept_bytes: Its keys and values.
+        hidden: Its hidden states.
+    """
+    config: Any = _config_of(layer)
     num_heads: int = getattr(config, "num_attention_heads", None) or 1
-    repeats = num_heads / (getattr(config, "num_key_value_heads", None) or num_heads)
-    return repeats if repeats > 1 or _is_eager(layer) else 0.0
+    features = getattr(config, "head_dim", None) or hidden.shape[-1] // num_heads
+    of_heads = 2 * num_heads * features * hidden.shape[:-1].numel() * hidden.dtype.itemsize
+    return max(of_heads, kept_bytes) if of_heads > kept_bytes or _is_eager(layer) else 0
 
 
 def _pair_bytes(layer: nn.Module, itemsize: int) -> int:
