@@ -61,7 +61,8 @@ through several rooms:
     an end of the model    follow `embedding` and `head`: plan.py, model/layers.py, model/head.py,
                            model/hollow.py, model/placeholders.py, model/recipe.py,
                            coordinator/deployment.py (layers_of_stage), pipeline/placement.py,
-                           pipeline/stage.py (HEAD_LAYERS), planner/ (has_embedding, head_left)
+                           pipeline/stage.py (HEAD_LAYERS), planner/ (has_embedding, head_left),
+                           pipeline/sliced_loss.py
     how replicas agree     plan.py (ReplicaOptimizer), worker_stages.py (is_split); replicas.py of
                            both ends; and when: coordinator/optimizers.py (add_up),
                            coordinator/steps.py, worker/session.py

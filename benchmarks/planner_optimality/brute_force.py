@@ -10,7 +10,7 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
-from itertools import combinations, permutations
+from itertools import combinations, permutations, product
 
 import numpy as np
 import numpy.typing as npt
@@ -94,11 +94,16 @@ class BruteForce:
     def _ways_of(self, order: Sequence[str], pieces: int) -> Iterator[tuple[Arrangement, int]]:
         num = len(order) + 1
         counts = {1, 2, math.ceil(num / 2), num, 2 * num, 3 * num} if order else {1}
-        may_leave = self._profile.model.embedding_may_leave and bool(order)
-        for left in (False, True) if may_leave else (False,):
+        model = self._profile.model
+        may_leave = model.embedding_may_leave and bool(order)
+        head_may_leave = model.head_may_leave and bool(order) and self._has_head(order[-1])
+        for left in product({False, may_leave}, {False, head_may_leave}):
             way = Arrangement.line(self._of_teams, order, pieces, left)
             for in_flight in sorted({min(count, pieces) for count in counts}):
                 yield way, in_flight
+
+    def _has_head(self, name: str) -> bool:
+        return any(timing.part == HEAD for timing in self._profile.device(name).timings)
 
     def _try_splits(self, way: Arrangement, in_flight: int) -> None:
         spans = all_splits(len(self._profile.model.layers), len(way.workers))
@@ -185,8 +190,9 @@ class Bounds:
         self._own = []
         holders = [way.own.front, *_holders(way)]
         for holder, ahead, behind in zip(holders, forward, backward, strict=True):
-            before = holder.before_layers
-            self._own.append(ahead + behind + before.forward_seconds + before.backward_seconds)
+            of_ends = holder.before_layers, holder.behind_layers
+            seconds = sum(each.forward_seconds + each.backward_seconds for each in of_ends)
+            self._own.append(ahead + behind + seconds)
         of_ends = [[*way.own.front.ends.values(), *way.own.behind.ends.values()]]
         of_ends += [[*holder.ends.values()] for holder in _holders(way)]
         self._optimizer = np.max(
@@ -204,7 +210,7 @@ class Bounds:
             return np.asarray(self._count * (self._own[0] + self._loss) + self._optimizer)
         way, count = self._way, self._count
         there, back = boundary_hops(
-            way.costs, [COORDINATOR, *way.workers], way.size, way.embedding_left
+            way.costs, [COORDINATOR, *way.workers], way.size, way.embedding_left, (), way.head_left
         )
         passing = [hop.busy_seconds + hop.latency_seconds for hop in (*there, *back)]
         whole = sum(self._own) + self._loss + sum(passing)

@@ -4,7 +4,9 @@ four for plans with replicas."""
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+
+from msgspec.structs import replace
 
 from lightning_hetero.plan import COORDINATOR
 from lightning_hetero.planner.profile import (
@@ -60,6 +62,38 @@ def draw_cluster(seed: int) -> Profile:
     names = [COORDINATOR, *(f"worker-{number}" for number in range(1, num_devices))]
     parts = [_part(name, draw) for name in [*ENDS, *dict.fromkeys(layers)]]
     return _made_up(draw, layers, parts, names, (5e7, 2e9), [2, 4, 4, 8, 16, 32])
+
+
+def with_heads(profile: Profile, seed: int) -> Profile:
+    """The cluster with a head that may leave. It was measured on nine of ten workers, as fast as
+    their layers allow or up to twice as slow, and takes up to eight times as long as before."""
+    draw = random.Random(seed)
+    times, model = _log_uniform(draw, 1, 8), profile.model
+    devices, kinds = [], profile.model.kinds
+    own = profile.device(COORDINATOR)
+    for device in profile.devices:
+        factor = times * draw.uniform(1, 2) * _slowness(device, kinds) / _slowness(own, kinds)
+        heads = [_slower(each, factor) for each in own.timings if each.part == HEAD]
+        if device is own:
+            others = [each for each in own.timings if each.part != HEAD]
+            heads = [_slower(each, times) for each in own.timings if each.part == HEAD]
+        else:
+            others, heads = device.timings, heads if draw.random() < 0.9 else []
+        devices.append(replace(device, timings=[*others, *heads]))
+    model = replace(model, head_may_leave=True)
+    return replace(profile, model=model, devices=devices)
+
+
+def _slowness(device: DeviceProfile, kinds: Sequence[str]) -> float:
+    return sum(each.forward_seconds for each in device.timings if each.part in kinds)
+
+
+def _slower(timing: Timing, factor: float) -> Timing:
+    return replace(
+        timing,
+        forward_seconds=timing.forward_seconds * factor,
+        backward_seconds=timing.backward_seconds * factor,
+    )
 
 
 def _made_up(

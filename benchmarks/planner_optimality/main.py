@@ -12,13 +12,19 @@ import statistics
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 
 from rich.console import Console
 from rich.table import Table
 
 from benchmarks.planner_optimality.brute_force import CLOSE, BruteForce
 from benchmarks.planner_optimality.brute_teams import BruteTeams
-from benchmarks.planner_optimality.clusters import LAYERS, draw_cluster, draw_small_cluster
+from benchmarks.planner_optimality.clusters import (
+    LAYERS,
+    draw_cluster,
+    draw_small_cluster,
+    with_heads,
+)
 from lightning_hetero.errors import PlanError
 from lightning_hetero.planner.candidates import Candidate
 from lightning_hetero.planner.profile import Profile
@@ -66,6 +72,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--development", action="store_true", help="take the development seeds")
     parser.add_argument("--replicas", action="store_true", help="compare plans with replicas")
+    parser.add_argument("--heads", action="store_true", help="let the head leave too, in lines")
     parser.add_argument("--clusters", type=int, help="take only so many of the seeds")
     parser.add_argument("--first", type=int, help="the first seed to take")
     options = parser.parse_args()
@@ -73,7 +80,7 @@ def main() -> None:
     seeds = DEVELOPMENT if options.development else seeds
     first = seeds.start if options.first is None else options.first
     seeds = range(first, seeds.stop)[: options.clusters]
-    of_seed = compare_replicas if options.replicas else compare
+    of_seed = compare_replicas if options.replicas else partial(compare, heads=options.heads)
     console = Console()
     results: list[Result] = []
     # An end in the middle leaves the table of what was done.
@@ -88,9 +95,11 @@ def main() -> None:
     console.print(f"over {BOUND:.1%}:", ", ".join(f"seed {s} {gap:.1%}" for s, gap in over))
 
 
-def compare(seed: int) -> Result:
-    """Plan one cluster in a line, and look for a better line by brute force."""
+def compare(seed: int, heads: bool = False) -> Result:
+    """Plan one cluster in a line, and look for a better line by brute force; with ``heads`` the
+    head may leave the coordinator."""
     profile = draw_cluster(seed)
+    profile = with_heads(profile, seed) if heads else profile
     start = time.process_time()
     chosen = _planned(profile, Wishes(replicas=False))
     planned = time.process_time()

@@ -8,6 +8,7 @@ import statistics
 import time
 from dataclasses import dataclass
 
+from msgspec.structs import replace
 from rich.console import Console
 from rich.table import Table
 
@@ -55,19 +56,21 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--batch-size", type=int, default=64)
+    parser.add_argument("--heads", action="store_true", help="let the head leave too")
     options = parser.parse_args()
     columns = ("workers", "layers", "plan, s", "goal, s", "verdict, s", "chosen", "of the bound")
     table = Table(*columns)
     for case in CASES:
-        table.add_row(*measure(case, options.rounds, options.batch_size))
+        table.add_row(*measure(case, options.rounds, options.batch_size, options.heads))
     Console().print(table)
 
 
-def measure(case: Case, rounds: int, batch_size: int) -> list[str]:
+def measure(case: Case, rounds: int, batch_size: int, heads: bool) -> list[str]:
     """A row of the table; each round has another cluster."""
     plan_seconds, verdict_seconds, achieved, chosen = [], [], [], []
     for seed in range(rounds):
         profile = make_profile(case, batch_size, seed)
+        profile = with_heads(profile) if heads else profile
         start = time.process_time()
         solution = solve(profile)
         planned = time.process_time()
@@ -110,6 +113,18 @@ def make_profile(case: Case, batch_size: int, seed: int) -> Profile:
     return Profile(
         VERSION, model, devices, default_link=LinkSpeed(0.0001, 1e9), batch_size=batch_size
     )
+
+
+def with_heads(profile: Profile) -> Profile:
+    """The profile with a head as slow as eight layers, which may leave the coordinator."""
+    devices = []
+    for device in profile.devices:
+        (layer,) = {timing.part for timing in device.timings} - {EMBEDDING, HEAD} or {HEAD}
+        one = next(each for each in device.timings if each.part == layer)
+        heads = make_timings(HEAD, 8 * (one.forward_seconds + one.backward_seconds) / 1.5)
+        others = [each for each in device.timings if each.part != HEAD]
+        devices.append(replace(device, timings=[*others, *heads]))
+    return replace(profile, model=replace(profile.model, head_may_leave=True), devices=devices)
 
 
 def make_model(num_layers: int, layer: Part, embedding_may_leave: bool) -> ModelProfile:

@@ -2,7 +2,8 @@
 
 Sleeping stages take a time for each token, so two cores are enough for any number of stages. On
 two pinned cores a Llama trains on one sequence of 2,048 tokens. The memory of a worker is its peak
-above its memory before the first step, for sequences of several lengths and slices of one length.
+above its memory before the first step, for sequences of several lengths and slices of one length;
+once more with the head of a large vocabulary on the worker.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import os
 import time
 from collections.abc import Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 from statistics import median
 from typing import Any
 
@@ -52,6 +54,7 @@ SLEEPING_TOKENS = 1024
 CORE_TOKENS = 2048
 CORE_CONFIG = llama(256, 8, 4_000)
 MEMORY_CONFIG = llama(256, 4, 1_000)
+HEAD_CONFIG = llama(256, 4, 64_000)
 SLICE_TOKENS = 512
 MIB = 2**20
 RECOMPUTES: dict[str, Recompute] = {"true": True, "layers": "layers"}
@@ -106,15 +109,20 @@ class Sleepy(pl.LightningModule):
 
 
 def even_plan(
-    workers: Sequence[str], num_layers: int, num_slices: int, recompute: Recompute
+    workers: Sequence[str],
+    num_layers: int,
+    num_slices: int,
+    recompute: Recompute,
+    head: bool = False,
 ) -> Plan:
-    """The same number of layers for each worker, none for the coordinator."""
+    """The same number of layers for each worker, none for the coordinator; the last worker may have
+    the head."""
     held = num_layers // len(workers)
     stages = [
         StagePlan([name], (held * number, held * (number + 1)), recompute)
         for number, name in enumerate(workers)
     ]
-    return Plan(stages, num_slices)
+    return Plan([*stages[:-1], replace(stages[-1], head=head)], num_slices)
 
 
 def strategy_of(
@@ -122,10 +130,11 @@ def strategy_of(
     num_layers: int,
     num_slices: int,
     recompute: Recompute = False,
+    head: bool = False,
     **options: Any,
 ) -> HeteroPipelineStrategy:
     """Slices over workers; one slice is the whole sequence."""
-    plan = even_plan(workers, num_layers, num_slices, recompute)
+    plan = even_plan(workers, num_layers, num_slices, recompute, head)
     return HeteroPipelineStrategy([*workers], plan, micro_batching="tokens", **options)
 
 
@@ -205,19 +214,26 @@ class Peak(pl.Callback):
         self.bytes = memory_bytes(self._worker.pid, "VmHWM") - self._before
 
 
-def peak_bytes(length: int, num_slices: int, recompute: Recompute) -> int:
-    """The peak of one worker with all layers, which recomputes."""
+def peak_bytes(
+    length: int,
+    num_slices: int,
+    recompute: Recompute,
+    config: LlamaConfig = MEMORY_CONFIG,
+    head: bool = False,
+) -> int:
+    """The peak of one worker with all layers."""
     with worker_process([]) as worker:
         peak = Peak(worker)
         # The trial of the first batch takes a layer's graph for two slices.
         strategy = strategy_of(
             [worker.address],
-            MEMORY_CONFIG.num_hidden_layers,
+            config.num_hidden_layers,
             num_slices,
-            recompute=recompute,
+            recompute,
+            head,
             check_first_batch="off",
         )
-        train(strategy, MEMORY_CONFIG, length, 3, callbacks=[peak])
+        train(strategy, config, length, 3, callbacks=[peak])
         return peak.bytes
 
 
@@ -249,6 +265,25 @@ def memory(options: argparse.Namespace, console: Console) -> None:
         row = (name, length, num_slices, longest(length, num_slices))
         numbers = (found, kept, found - kept, whole)
         table.add_row(*map(str, row), *(f"{n / MIB:.0f}" for n in numbers))
+    console.print(table)
+
+
+def head(options: argparse.Namespace, console: Console) -> None:
+    """Print the peak of a worker with the head by the length of the sequence."""
+    vocabulary = HEAD_CONFIG.vocab_size
+    table = Table(title=f"peak of a worker with the head, {vocabulary:,} entries, MiB")
+    columns = ("tokens", "logits", "of the longest slice", "slices", "slices, recompute: true")
+    for column in (*columns, "one slice, recompute: true"):
+        table.add_column(column, justify="right")
+    work = work_of([*build(HEAD_CONFIG).model.layers])
+    for length in options.lengths:
+        num_slices, of_token = length // SLICE_TOKENS, 4 * vocabulary
+        slices = SliceCut(num_slices, work).slices(length)
+        longest = max(each.end - each.start for each in slices)
+        found = [length * of_token, longest * of_token]
+        for count, recompute in ((num_slices, False), (num_slices, True), (1, True)):
+            found.append(peak_bytes(length, count, recompute, HEAD_CONFIG, head=True))
+        table.add_row(str(length), *(f"{n / MIB:,.0f}" for n in found))
     console.print(table)
 
 
@@ -336,6 +371,7 @@ PARTS = {
     "sleeping": sleeping,
     "cores": on_cores,
     "memory": memory,
+    "head": head,
     "cost": cost,
 }
 

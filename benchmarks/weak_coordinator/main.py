@@ -13,7 +13,9 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from contextlib import ExitStack, nullcontext
-from typing import Any
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import IO, Any
 
 import lightning.pytorch as pl
 from rich.table import Table
@@ -32,7 +34,7 @@ from benchmarks.processes import (
     worker_process,
 )
 from benchmarks.training import Decoder, Sequences, fit, llama, random_tokens
-from lightning_hetero import HeteroPipelineStrategy, Plan, StagePlan
+from lightning_hetero import HeteroPipelineStrategy, PipelineProfiler, Plan, StagePlan
 
 VOCABULARY, LENGTH = 8192, 256
 BATCH_SIZE, NUM_MICROBATCHES = 16, 4
@@ -53,14 +55,16 @@ def coordinate(worker: str, options: argparse.Namespace) -> None:
     """Train, and print the seconds of each step."""
     be_quiet()
     config = llama(options.hidden_size, options.layers, VOCABULARY)
-    plan = Plan(
-        [StagePlan([worker], (0, options.layers), embedding=True, head=True)], NUM_MICROBATCHES
-    )
+    stage = StagePlan([worker], (0, options.layers), embedding=True, head=True)
+    plan = "auto" if options.auto else Plan([stage], NUM_MICROBATCHES)
     tokens = random_tokens((options.steps + 1) * BATCH_SIZE, LENGTH, VOCABULARY)
     strategy = HeteroPipelineStrategy([worker], plan, check_first_batch="off")
     module = Decoder(config)
     data: DataLoader[dict[str, Tensor]] = DataLoader(Sequences(tokens), BATCH_SIZE)
-    fit(module, data, strategy, callbacks=[Begin()])
+    with TemporaryDirectory() as folder:
+        profiler = PipelineProfiler(options.budget, path=Path(folder, "profile.yaml"))
+        callbacks = [Begin(), *([profiler] if options.auto else [])]
+        fit(module, data, strategy, callbacks=callbacks)
     print(*module.step_seconds)
 
 
@@ -73,21 +77,31 @@ def step_seconds(where: Link, rate_share: float, options: argparse.Namespace) ->
         command = [*where.before(0), *on_core(here), sys.executable, __file__, "--worker"]
         command += [worker.address, "--steps", str(options.steps)]
         command += ["--hidden-size", str(options.hidden_size), "--layers", str(options.layers)]
+        command += ["--auto", "--budget", str(options.budget)] if options.auto else []
         pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
         process = stack.enter_context(
             subprocess.Popen(command, text=True, env=environment(), **pipes)
         )
         assert process.stdin is not None
         assert process.stdout is not None
-        if process.stdout.readline().strip() != READY:
-            raise RuntimeError("The coordinator has ended before it trained.")
         is_slow = rate_share < 1
         slow = slowed(process.pid, rate_share, best_way(), here) if is_slow else nullcontext()
-        with slow:
-            process.stdin.write("\n")
-            process.stdin.flush()
-            said = process.stdout.read()
+        with slow if options.auto else nullcontext():
+            _await_ready(process.stdout)
+            with nullcontext() if options.auto else slow:
+                process.stdin.write("\n")
+                process.stdin.flush()
+                said = process.stdout.read()
     return [float(each) for each in said.split()]
+
+
+def _await_ready(lines: IO[str]) -> None:
+    """Wait until the weights have been sent; print the lines before, such as a verdict."""
+    for line in lines:
+        if line.strip() == READY:
+            return
+        print(line, end="", file=sys.stderr)
+    raise RuntimeError("The coordinator has ended before it trained.")
 
 
 def main(words: Sequence[str] | None = None) -> None:
@@ -98,6 +112,10 @@ def main(words: Sequence[str] | None = None) -> None:
     parser.add_argument("--layers", type=int, default=8)
     parser.add_argument("--share", type=float, default=0.1, help="of a core")
     parser.add_argument("--rate", default="20mbit")
+    parser.add_argument(
+        "--auto", action="store_true", help="let the planner choose; slow from start"
+    )
+    parser.add_argument("--budget", type=float, default=20, help="seconds for measuring")
     parser.add_argument("--worker", help=argparse.SUPPRESS)
     options = parser.parse_args(words)
     if options.worker:

@@ -171,7 +171,7 @@ class Deployment:
         )
         self._slices: TokenSlices | None = None
         if batches.along_tokens:
-            modules = {number: layer.module for number, layer in enumerate(layers)}
+            modules = {n: layer.module for n, layer in enumerate(layers)} | self._away
             self._slices = self._parts.slices(modules, plan, batches.check)
         self.hand_overs = HandOvers(
             coordinator.stages,

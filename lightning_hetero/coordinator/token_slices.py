@@ -20,12 +20,14 @@ from transformers import Cache
 
 from ..devices.device import forked_generators
 from ..errors import BatchError, ModelError, PlanError
+from ..model.head import HeadLoss
 from ..model.kv_cache import cache_index
 from ..model.layer_call import LayerCall, caches_among, take_hidden, without_cache
-from ..model.layers import describe_layer
+from ..model.layers import EMBEDDING_LAYER, NORM_LAYER, describe_layer, is_end
 from ..pipeline.boundary import Activation
 from ..pipeline.handover import Request
 from ..pipeline.microbatch import CheckFirstBatch
+from ..pipeline.sliced_loss import shift_loss
 from ..pipeline.stage import on_trial
 from ..pipeline.token_slices import (
     REMEDY,
@@ -38,7 +40,7 @@ from ..pipeline.token_slices import (
     work_of,
 )
 from ..pipeline.tolerance import GRADIENTS, HIDDEN_STATES, Rounding, end_or_warn
-from ..pipeline.trial_slices import TRIED_SLICES, tried_in_slices
+from ..pipeline.trial_slices import TRIED_SLICES, loss_difference, tried_in_slices
 from ..plan import Plan, StagePlan
 from ..protocol.tensor_bytes import DTYPES
 
@@ -56,7 +58,7 @@ def check_can_be_sliced(layers: Mapping[int, nn.Module], plan: Plan) -> None:
         PlanError: With the key of the plan and the remedy.
     """
     for number, layer in layers.items():
-        if (why := refusal(layer)) is not None:
+        if not is_end(number) and (why := refusal(layer)) is not None:
             raise ModelError(
                 f"{describe_layer(number).capitalize()} ({type(layer).__name__}) cannot run on "
                 f"slices along the tokens: {why}. {REMEDY}"
@@ -81,10 +83,6 @@ def _refused_key(stage: StagePlan) -> str | None:
     if len(stage.workers) > 1:
         # A slice needs the keys of the slice before, which another replica would have.
         return f"several workers ({', '.join(stage.workers)})"
-    if stage.embedding:
-        return "`embedding: true`"
-    if stage.head:
-        return "`head: true`"
     if stage.compile:
         return "`compile: true`"
     if stage.recompute and stage.is_local:
@@ -96,7 +94,7 @@ class TokenSlices:
     """Cuts hand-overs and the layers of this process along the tokens.
 
     Args:
-        layers: All decoder layers by their numbers.
+        layers: All decoder layers by their numbers, and the ends of the model on workers.
         plan: Says the number of slices.
         check: The answer to a difference in the trial.
 
@@ -107,7 +105,9 @@ class TokenSlices:
 
     def __init__(self, layers: Mapping[int, nn.Module], plan: Plan, check: CheckFirstBatch) -> None:
         check_can_be_sliced(layers, plan)
-        self.cut = SliceCut(plan.micro_batches, work_of([*layers.values()]))
+        # An end on a worker changes no cut, so dropout masks are the same under every plan.
+        work = work_of([layer for number, layer in layers.items() if not is_end(number)])
+        self.cut = SliceCut(plan.micro_batches, work)
         self._layers = layers
         self._check = check
         self._dtypes = [DTYPES[stage.dtype] for stage in plan.stages if stage.dtype is not None]
@@ -127,34 +127,50 @@ class TokenSlices:
             BatchError: If a tensor has an unknown form, or the trial does not agree.
         """
         self._check_request(request)
-        calls = request.surroundings.calls
         slices = self.cut.slices(request.hidden.shape[1])
-        pieces = [self._piece(request, each) for each in slices]
-        new = [call.layer_index for call in calls if call.layer_index not in self._tried]
-        if new and len(slices) > 1 and self._check != "off":
-            found = trial([self._to_try(request, slices)], 1)
-            answers = [tensor for kind, tensor in found.outputs if kind == TRIED_SLICES]
-            for call, answer in zip(calls, answers, strict=True):
-                dtypes = [request.hidden.dtype, request.surroundings.autocast_dtype]
-                self._judge(call.layer_index, answer, dtypes)
+        shifted = _with_shifted_labels(request)
+        pieces = [self._piece(shifted, each) for each in slices]
+        if len(slices) > 1 and self._check != "off":
+            self._try(request, slices, trial)
         return pieces
+
+    def _try(self, request: Request, slices: Sequence[Slice], trial: Trial) -> None:
+        """Try the layers not tried before, and the loss with the labels of the request."""
+        last = request.surroundings.calls[-1]
+        if isinstance(loss := self._layers[last.layer_index], HeadLoss):
+            self._judge_loss(loss_difference(last, loss.function, slices))
+        tried = self._to_try(request, slices)
+        numbers = [call.layer_index for call in tried.surroundings.calls]
+        if self._tried.issuperset(numbers):
+            return
+        found = trial([tried], 1)
+        answers = [tensor for kind, tensor in found.outputs if kind == TRIED_SLICES]
+        for number, answer in zip(numbers, answers, strict=True):
+            dtypes = [request.hidden.dtype, request.surroundings.autocast_dtype]
+            self._judge(number, answer, dtypes)
 
     def prefix(self, request: Request) -> Request:
         """The first slice of a hand-over as a sequence of its own."""
-        return self._piece(request, self.cut.slices(request.hidden.shape[1])[0], has_cache=False)
+        first = self.cut.slices(request.hidden.shape[1])[0]
+        return self._piece(_with_shifted_labels(request), first, has_cache=False)
 
     def _to_try(self, request: Request, slices: Sequence[Slice]) -> Request:
-        """The tried part of a hand-over as a sequence of its own."""
-        piece = self._piece(request, _tried_part(slices), has_cache=False)
-        around = replace(piece.surroundings, collect=[TRIED_SLICES])
-        return Request(piece.hidden, around)
+        """The tried part of a hand-over as a sequence of its own, up to the head's norm: its output
+        embedding is a `torch.nn.Linear`, and would make many logits."""
+        calls = [c for c in request.surroundings.calls if c.layer_index <= NORM_LAYER]
+        around = replace(request.surroundings, calls=calls, collect=[TRIED_SLICES])
+        tried = Request(request.hidden, around)
+        return self._piece(tried, _tried_part(slices), has_cache=False)
 
     def _piece(self, request: Request, each: Slice, has_cache: bool = True) -> Request:
         calls = [
             each.cut_call(call, self._layers[call.layer_index], has_cache)
             for call in request.surroundings.calls
         ]
-        return Request(each.cut(request.hidden), replace(request.surroundings, calls=calls))
+        carried = request.surroundings.carried.items()
+        beside = {name: each.cut_beside(tensor) for name, tensor in carried}
+        around = replace(request.surroundings, calls=calls, carried=beside)
+        return Request(each.cut(request.hidden), around)
 
     def _check_request(self, request: Request) -> None:
         """Refuse a hand-over with more than hidden states.
@@ -170,11 +186,12 @@ class TokenSlices:
                 f"be joined from slices along the tokens. Call it without them. {REMEDY}"
             )
         for call in around.calls:
-            if call.others or call.carried or call.arithmetic or call.comes_back:
+            computes = call.arithmetic and call.layer_index != EMBEDDING_LAYER
+            if call.others or call.carried or computes:
                 raise BatchError(
-                    f"Layer {call.layer_index} passes on more than hidden states, or something "
-                    "between the layers computes with them, and slices along the tokens do not "
-                    f"support it. {REMEDY}"
+                    f"{describe_layer(call.layer_index).capitalize()} passes on more than hidden "
+                    "states, or something between the layers computes with them, and slices along "
+                    f"the tokens do not support it. {REMEDY}"
                 )
 
     def _judge(self, number: int, answer: Tensor, dtypes: Sequence[torch.dtype | None]) -> None:
@@ -202,11 +219,27 @@ class TokenSlices:
             return
         what, which = ("results", results) if results.is_other else ("gradients", gradients)
         text = (
-            f"Layer {number} ({type(layer).__name__}) computes other {what} for slices of a "
-            f"sequence than for the sequence: they differ by {which}. It seems that a token "
-            f"depends on later tokens, or on more of earlier ones than keys and values. {REMEDY}"
+            f"{describe_layer(number).capitalize()} ({type(layer).__name__}) computes other {what} "
+            f"for slices of a sequence than for the sequence: they differ by {which}. It seems "
+            "that a token depends on later tokens, or on more of earlier ones than keys and "
+            f"values. {REMEDY}"
         )
         end_or_warn(text, self._check, ends=which.is_large)
+
+    def _judge_loss(self, difference: float) -> None:
+        """Refuse a loss that is not the sum of the losses of slices.
+
+        Raises:
+            BatchError: If the check is to stop the run.
+        """
+        compared = GRADIENTS.compare(difference)
+        if compared.is_other:
+            text = (
+                "The loss of the model is not the sum of the losses of slices of a sequence: they "
+                f"differ by {compared}. Take `head: true` out of the plan, so that the loss stays "
+                "whole with the coordinator."
+            )
+            end_or_warn(text, self._check, ends=True)
 
     def run_here(
         self,
@@ -281,6 +314,15 @@ class TokenSlices:
         kind = hidden.device.type
         autocast = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
         self._judge(call.layer_index, answer, [hidden.dtype, autocast])
+
+
+def _with_shifted_labels(request: Request) -> Request:
+    """The hand-over with labels that may be cut, if it ends with the loss."""
+    around = request.surroundings
+    if not around.has_loss:
+        return request
+    loss = shift_loss(around.calls[-1], request.hidden.shape[1])
+    return Request(request.hidden, replace(around, calls=[*around.calls[:-1], loss]))
 
 
 def _tried_part(slices: Sequence[Slice]) -> Slice:

@@ -4,8 +4,9 @@ The head can live on the last worker as the last three layers of the pipeline:
 
     layer L-1 ─▶ norm ─▶ output embedding ─▶ loss ─▶ exchange(hidden states, [calls 0 to loss])
 
-The worker returns the loss, a scalar. Without gradients the loss stays here, and the run ends at
-the output embedding: the worker returns logits, as an evaluation looks at them.
+The worker returns the loss, a scalar. A slice along the tokens has a loss of its own, and
+`HeadAtOnce` keeps its input in place of its logits. Without gradients the loss stays here, and the
+run ends at the output embedding: the worker returns logits, as an evaluation looks at them.
 """
 
 from __future__ import annotations
@@ -22,6 +23,8 @@ from transformers import PreTrainedModel
 from transformers.loss.loss_utils import ForCausalLMLoss
 
 from ..errors import BatchError, ModelError
+from ..plan import HEAD_LAYERS
+from .layer_call import LayerCall, put_hidden, tensors_of
 from .layers import (
     LOGITS_LAYER,
     LOSS_LAYER,
@@ -51,6 +54,49 @@ class HeadLoss(nn.Module):
     def forward(self, *args: Any, **kwargs: Any) -> Tensor:
         """The loss of logits and labels."""
         return self.function(*args, **kwargs)
+
+
+class HeadAtOnce(nn.Module):
+    """The norm, the output embedding and the loss as one layer of hidden states alone.
+
+    A backward may run it again from its input: then its logits are not kept.
+
+    Args:
+        parts: The call and the module of each part.
+    """
+
+    def __init__(self, parts: Sequence[tuple[LayerCall, nn.Module]]) -> None:
+        super().__init__()
+        self._calls = [call for call, _ in parts]
+        self._parts = nn.ModuleList(module for _, module in parts)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        """The loss of hidden states."""
+        for call, part in zip(self._calls, self._parts, strict=True):
+            call.set_modes(part)
+            args, kwargs = put_hidden(hidden, call.args, call.kwargs, call.place)
+            hidden = tensors_of(part(*args, **kwargs), part, call)[call.hidden_at]
+        return hidden
+
+
+def with_head_at_once(
+    parts: Sequence[tuple[LayerCall, nn.Module]],
+) -> list[tuple[LayerCall, nn.Module]]:
+    """Calls of layers and of the head, with the head as one layer.
+
+    Raises:
+        ModelError: If one part of the head does not get the result of the part before alone.
+    """
+    head = [part for part in parts if part[0].layer_index in HEAD_LAYERS]
+    if not head:
+        return [*parts]
+    if any(call.arithmetic or call.handed_on or call.carried for call, _ in head):
+        raise ModelError(
+            "The model computes with tensors between the parts of its head, and a slice along the "
+            f"tokens has them as one layer; {_REMEDY}."
+        )
+    call = LayerCall(LOSS_LAYER, head[-1][0].training, (), {})
+    return [*parts[: -len(head)], (call, HeadAtOnce(head))]
 
 
 # One for each model, since a layer on a worker is known by its module.

@@ -25,6 +25,7 @@ from ..errors import ModelError
 from ..model.allowed_imports import Allowed
 from ..model.stored import multiply_in
 from ..model.tensors import dtypes_on_stage, fill_with_made_up_values
+from ..plan import HEAD_LAYERS
 from ..protocol import messages as m
 from ..protocol.frames import Content
 from ..protocol.tensor_bytes import DTYPES, TensorSpec, dtype_name
@@ -178,21 +179,19 @@ def attempt(measure: Callable[[], Found], device: torch.device) -> Found | m.Not
 
 @dataclass(frozen=True)
 class LayerTrial:
-    """A layer to measure; `m.MeasureLayer` carries it to a worker.
+    """A layer to measure, or the head; `m.MeasureLayer` carries it to a worker.
 
     Args:
-        number: The layer's number.
         hidden_shape: The shape of its hidden states.
         hidden_dtype: The dtype of its hidden states.
         wants_gradient: Whether the hidden states have a backward.
-        surroundings: How the model calls the layer.
+        surroundings: How the model calls the layer, or the parts of the head.
         recompute: Whether the backward runs the forward again, as in a plan.
         dtype: The compute dtype, as in a plan.
         converts_weights: Whether the weights get this dtype too.
         patience_seconds: The time to spend.
     """
 
-    number: int
     hidden_shape: tuple[int, ...]
     hidden_dtype: torch.dtype
     wants_gradient: bool
@@ -202,13 +201,18 @@ class LayerTrial:
     converts_weights: bool
     patience_seconds: float
 
+    @property
+    def numbers(self) -> list[int]:
+        """The numbers of all called layers."""
+        return [call.layer_index for call in self.surroundings.calls]
+
     def encode(self) -> Content:
         """The message and its tensors.
 
         Raises:
             LocalProtocolError: If an argument of the layer cannot be sent.
         """
-        arguments, tensors = encode_arguments(0, Key(0), self.surroundings, [self.number], Packer())
+        arguments, tensors = encode_arguments(0, Key(0), self.surroundings, self.numbers, Packer())
         message = m.MeasureLayer(
             arguments,
             TensorSpec(dtype_name(self.hidden_dtype), list(self.hidden_shape)),
@@ -226,13 +230,13 @@ class LayerTrial:
 
         Raises:
             RemoteProtocolError: If the message breaks a rule.
-            ModelError: If it is not for one layer.
+            ModelError: If it is neither for one layer nor for the head.
         """
         around = decode_arguments(message.arguments, tensors, KeptConstants())
-        if len(around.calls) != 1:
-            raise ModelError(f"One layer is measured at a time, not {len(around.calls)}.")
+        numbers = [call.layer_index for call in around.calls]
+        if len(numbers) != 1 and numbers != [*HEAD_LAYERS]:
+            raise ModelError(f"One layer is measured at a time, not {len(numbers)}.")
         return cls(
-            number=around.calls[0].layer_index,
             hidden_shape=tuple(message.hidden.shape),
             hidden_dtype=message.hidden.torch_dtype,
             wants_gradient=message.wants_gradient,
@@ -356,8 +360,9 @@ class Bench:
         device_for(self.device).free_cache()
 
     def _stage(self, trial: LayerTrial) -> Stage:
-        layer = self._filled(trial.number, trial.dtype, trial.converts_weights)
-        layers = nn.ModuleDict({str(trial.number): layer})
+        dtype, converts_weights = trial.dtype, trial.converts_weights
+        found = {str(n): self._filled(n, dtype, converts_weights) for n in trial.numbers}
+        layers = nn.ModuleDict(found)
         return Stage(layers, self.device, _STAGE_INDEX, trial.recompute, dtype=trial.dtype)
 
     def _filled(self, number: int, dtype: torch.dtype | None, converts_weights: bool) -> nn.Module:

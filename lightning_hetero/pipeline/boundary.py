@@ -89,7 +89,8 @@ class Gradients:
 
 
 def join_activations(pieces: list[Activation], dim: int = 0) -> Activation:
-    """Join the activations of a batch's pieces, given in the order of their samples.
+    """Join the activations of a batch's pieces, given in the order of their samples. Losses of
+    pieces are added up.
 
     ``dim`` counts the samples of the hidden states; it must be 0 if outputs are collected.
 
@@ -97,8 +98,8 @@ def join_activations(pieces: list[Activation], dim: int = 0) -> Activation:
         BatchError: If a tensor without samples differs from piece to piece.
     """
     first = pieces[0]
-    if len(pieces) == 1 and not first.hidden.ndim:  # a loss
-        return Activation(first.hidden.clone(), first.collected)
+    if not first.hidden.ndim:  # a loss
+        return Activation(torch.stack([piece.hidden for piece in pieces]).sum(), first.collected)
     joined = []
     for place, (kind, _) in enumerate(first.collected):
         tensors = [piece.collected[place].tensor for piece in pieces]

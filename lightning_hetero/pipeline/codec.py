@@ -35,12 +35,13 @@ _DEFAULT_DTYPES = {torch.float16, torch.bfloat16, torch.float32, torch.float64}
 
 
 def narrow(tensor: Tensor, wire_dtype: WireDtype | None) -> list[Tensor]:
-    """Encode a tensor: as it is, rounded, or rounded with its scales."""
-    if wire_dtype is None or not tensor.is_floating_point():
+    """Encode a tensor: as it is, rounded, or rounded with its scales. A number, such as a loss or
+    its gradient, stays as it is: all gradients would have its error."""
+    if wire_dtype is None or not tensor.is_floating_point() or not tensor.ndim:
         return [tensor]
     tensor = tensor.detach()
     if wire_dtype == "int8":
-        return _to_steps(tensor) if tensor.ndim else [tensor]
+        return _to_steps(tensor)
     dtype = DTYPES[wire_dtype]
     return [tensor.to(dtype) if dtype.itemsize < tensor.dtype.itemsize else tensor]
 

@@ -258,7 +258,8 @@ class _Entry(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, crossing: _Crossing, hidden: Tensor, *others: Tensor) -> Tensor:
         ctx.crossing, ctx.num_tensors = crossing, 1 + len(others)
-        return hidden.new_zeros(())
+        # Token ids have no gradient, and a token of their dtype would have none either.
+        return hidden.new_zeros((), dtype=torch.float32)
 
     @staticmethod
     def backward(ctx: Any, _token: Tensor) -> tuple[Tensor | None, ...]:
@@ -364,10 +365,15 @@ class _Cuts:
 
     def split(self, gradients: Sequence[Tensor | None], keeps_graph: bool) -> list[Gradients]:
         """The gradients of each piece. The gradient of a tensor without samples goes to the first
-        piece: the tensor is the same in all pieces."""
+        piece: the tensor is the same in all pieces. Losses in place of hidden states are added up,
+        so each piece has the gradient of their sum."""
         columns: list[Sequence[Tensor | None]] = []
-        for gradient, dim, sizes in zip(gradients, self.dims, self.sizes, strict=True):
-            if gradient is None or dim is None:
+        for place, (gradient, dim, sizes) in enumerate(
+            zip(gradients, self.dims, self.sizes, strict=True)
+        ):
+            if dim is None and place == 0:
+                columns.append([gradient] * len(sizes))
+            elif gradient is None or dim is None:
                 columns.append([gradient, *[None] * (len(sizes) - 1)])
             else:
                 columns.append(gradient.split(list(sizes), dim))

@@ -27,6 +27,7 @@ from ..model.argument_changes import GivenArguments, check_entered
 from ..model.attributes import ModuleState
 from ..model.captured_outputs import collect_embedded, collecting
 from ..model.carried_tensors import returned
+from ..model.head import HeadAtOnce, with_head_at_once
 from ..model.kv_cache import LayersElsewhere, cache_index
 from ..model.layer_call import CacheUse, LayerCall, put_hidden, tensors_of
 from ..model.layers import EMBEDDING_LAYER, describe_layer, has_own_code
@@ -581,11 +582,13 @@ class Stage:
             collecting(surroundings.collect) as collected,
         ):
             along = Along(hidden, carried, surroundings)
-            for own_call in surroundings.calls:
+            called = [(call, self.layers[str(call.layer_index)]) for call in surroundings.calls]
+            if piece is not None and keep_graph and not piece.is_again:
+                called = with_head_at_once(called)
+            for own_call, layer in called:
                 call, names = along.fill(own_call), own_call.carried
                 if inside is not None:
                     hidden, call = hidden.to(inside), call.in_dtype(given, inside)
-                layer = self.layers[str(call.layer_index)]
                 is_head = call.layer_index in HEAD_LAYERS
                 args: tuple[Any, ...] = (hidden,)
                 kwargs: dict[str, Any] = {}
@@ -602,7 +605,7 @@ class Stage:
                 as_called = partial(
                     _as_called, layer, call, surroundings, place, self._has_own_code, self.weights
                 )
-                if keeps_inputs:
+                if keeps_inputs or isinstance(layer, HeadAtOnce):
                     run = _running_again(layer, run, as_called, self._has_own_code)
                 with as_called():
                     answers += trial_answers(layer, call, hidden, tried) if tried else []

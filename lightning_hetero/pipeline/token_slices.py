@@ -32,16 +32,20 @@ from transformers.cache_utils import DynamicLayer
 from ..errors import BatchError, ModelError, RemoteProtocolError
 from ..model.kv_cache import LayersElsewhere, cache_index
 from ..model.layer_call import SLICES, CacheUse, LayerCall, Place, put_hidden
+from ..model.layers import EMBEDDING_LAYER, LOSS_LAYER, describe_layer, is_end
 from ..model.placeholders import instances_in, mapped
 from ..model.stored import describe_stored
 from .slice_cut import Work as Work
 from .slice_cut import cut_by_work as cut_by_work
+from .sliced_loss import of_slice
 
 Call = Callable[..., Any]
 
 # The names of a layer's argument for its cache.
 _CACHES = ("past_key_values", "past_key_value", "layer_past")
 _MASK = "attention_mask"
+# Those of the loss go to all layers too.
+_FOR_EACH_TOKEN = ("position_ids", "cache_position", "shift_labels")
 # Attention that computes with the keys of a cache, and a mask for them.
 ATTENTIONS = ("eager", "sdpa")
 REMEDY = "Use `micro_batching='boundary'`, which cuts the batch along its samples."
@@ -135,14 +139,16 @@ class Slice:
     _cuts: dict[tuple[str, int], tuple[Tensor, Tensor]] = field(default_factory=dict, repr=False)
 
     def cut(self, hidden: Tensor) -> Tensor:
-        """The hidden states of the slice, of the shape (samples, tokens, features)."""
+        """The hidden states of the slice, of the shape (samples, tokens, features), or its token
+        ids."""
         return hidden.narrow(1, self.start, self.end - self.start)
 
     def cut_call(self, call: LayerCall, layer: nn.Module, has_cache: bool = True) -> LayerCall:
         """The call of a layer for the slice.
 
         Args:
-            call: The call for the whole sequence, without a cache.
+            call: The call for the whole sequence, without a cache; of a loss with the arguments
+                of `shift_loss`.
             layer: The layer.
             has_cache: Whether the slice goes on from the keys and values of earlier slices;
                 otherwise it must be the first one.
@@ -150,6 +156,8 @@ class Slice:
         Raises:
             BatchError: If an argument has an unknown form.
         """
+        if call.layer_index == LOSS_LAYER:
+            return replace(call, kwargs=of_slice(call.kwargs, self.start, self.end))
         args, kwargs = [*call.args], dict(call.kwargs)
         cache_at: Place = cache_place(layer) or ""
         for name, place, value in _named(call, layer):
@@ -157,9 +165,29 @@ class Slice:
                 cache_at = place
             else:
                 _put(args, kwargs, place, self._cut_argument(name, value, call.layer_index))
+        has_cache = has_cache and not is_end(call.layer_index)
         use = CacheUse(SLICES, cache_at, self.start, num_tokens=self.num_tokens)
-        cache = use if has_cache else None
-        return replace(call, args=tuple(args), kwargs=kwargs, cache=cache)
+        return replace(
+            call,
+            args=tuple(args),
+            kwargs=kwargs,
+            cache=use if has_cache else None,
+            arithmetic=mapped(call.arithmetic, Tensor, self.cut_beside),
+        )
+
+    def cut_beside(self, tensor: Tensor) -> Tensor:
+        """A tensor that the model computes with beside the embedded tokens, such as the embedding
+        of their positions.
+
+        Raises:
+            BatchError: If it has an unknown form.
+        """
+        shape = tensor.shape
+        if tensor.ndim == 3 and shape[1] == self.num_tokens:
+            return tensor.narrow(1, self.start, self.end - self.start)
+        if shape[:-1].numel() == 1:  # a number, or one for each feature
+            return tensor
+        raise _unknown("of arithmetic", f"has the shape {tuple(shape)}", EMBEDDING_LAYER)
 
     def _cut_argument(self, name: str, value: Any, number: int) -> Any:
         numbers = value if isinstance(value, (list, tuple)) else ()
@@ -177,6 +205,8 @@ class Slice:
     def _cut_tensor(self, name: str, tensor: Tensor, number: int) -> Tensor:
         shape, length = tensor.shape, self.end - self.start
         total = self.num_tokens
+        if not shape:
+            return tensor
         if name == _MASK and tensor.ndim == 4 and shape[-2:] == (total, total):
             rows = tensor[..., self.start : self.end, :]
             if bool(_attended(rows[..., self.end :], number).any()):
@@ -187,7 +217,7 @@ class Slice:
             return rows[..., : self.end]
         if name == "position_embeddings" and tensor.ndim in (2, 3) and shape[-2] == total:
             return tensor.narrow(-2, self.start, length)
-        is_numbers = name in ("position_ids", "cache_position") and tensor.ndim in (1, 2)
+        is_numbers = name in _FOR_EACH_TOKEN and tensor.ndim in (1, 2)
         if is_numbers and shape[-1] == total:
             return tensor.narrow(-1, self.start, length)
         raise _unknown(name, f"has the shape {tuple(shape)}", number)
@@ -208,18 +238,24 @@ def _attended(mask: Tensor, number: int) -> Tensor:
 
 def _unknown(name: str, form: str, number: int) -> BatchError:
     return BatchError(
-        f"The argument {name} of layer {number} {form}, and how it belongs to the tokens of a "
-        f"sequence is unknown. {REMEDY}"
+        f"The argument {name} of {describe_layer(number)} {form}, and how it belongs to the tokens "
+        f"of a sequence is unknown. {REMEDY}"
     )
 
 
 def check_form(hidden: Tensor, number: int) -> None:
-    """Refuse hidden states without a dimension of tokens.
+    """Refuse hidden states, or token ids, without a dimension of tokens.
 
     Raises:
         BatchError: With their shape.
     """
-    if hidden.ndim != 3 or not hidden.is_floating_point():
+    if number == EMBEDDING_LAYER:
+        if hidden.ndim != 2:
+            raise BatchError(
+                f"The input embedding gets token ids of the shape {tuple(hidden.shape)}; slices "
+                f"along the tokens need (samples, tokens). {REMEDY}"
+            )
+    elif hidden.ndim != 3 or not hidden.is_floating_point():
         raise BatchError(
             f"Layer {number} gets hidden states of the shape {tuple(hidden.shape)}; slices along "
             f"the tokens need (samples, tokens, features). {REMEDY}"

@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
-from itertools import pairwise
+from itertools import pairwise, product
 
 import numpy as np
 
@@ -28,7 +28,7 @@ from .layer_split import (
     only,
 )
 from .profile import EMBEDDING, HEAD
-from .replica_teams import Tables, TeamRequest, TeamTable
+from .replica_teams import Tables, TeamRequest, TeamTable, ends_of_team
 from .replicas import shares_of
 from .step_model import busy_seconds_of_media
 
@@ -54,6 +54,7 @@ class Arrangement:
         embedding_left: Whether the first team has the embedding.
         kept: If the coordinator is a replica, how many of the first and of the last layers it has
             alone.
+        head_left: Whether the last team has the head; the coordinator is in no team then.
     """
 
     tables: Tables
@@ -61,6 +62,7 @@ class Arrangement:
     micro_batches: int
     embedding_left: bool = False
     kept: tuple[int, int] = (0, 0)
+    head_left: bool = False
     _known: dict[int, list[TeamTable]] = field(
         default_factory=dict, init=False, repr=False, compare=False
     )
@@ -72,7 +74,8 @@ class Arrangement:
         is_hosted = any(COORDINATOR in team for team in teams)
         kept = (candidate.seats[0].num_layers, candidate.seats[-1].num_layers)
         pieces, left = candidate.micro_batches, candidate.embedding_left
-        return cls(tables, teams, pieces, left, kept if is_hosted else (0, 0))
+        kept = kept if is_hosted else (0, 0)
+        return cls(tables, teams, pieces, left, kept, candidate.head_left)
 
     @classmethod
     def line(
@@ -80,10 +83,21 @@ class Arrangement:
         tables: Tables,
         workers: Sequence[str],
         micro_batches: int,
-        embedding_left: bool = False,
+        left: tuple[bool, bool] = (False, False),
     ) -> Arrangement:
-        """An arrangement of workers, each with its stage alone."""
-        return cls(tables, tuple((name,) for name in workers), micro_batches, embedding_left)
+        """An arrangement of workers, each with its stage alone; ``left`` says whether embedding and
+        head are on workers."""
+        teams = tuple((name,) for name in workers)
+        return cls(tables, teams, micro_batches).with_left(left)
+
+    def with_left(self, left: tuple[bool, bool]) -> Arrangement:
+        """The arrangement with embedding and head on workers, or on the coordinator."""
+        return replace(self, embedding_left=left[0], head_left=left[1])
+
+    @property
+    def left(self) -> tuple[bool, bool]:
+        """Whether embedding and head are on workers."""
+        return self.embedding_left, self.head_left
 
     @property
     def costs(self) -> Costs:
@@ -113,7 +127,7 @@ class Arrangement:
     @cached_property
     def own(self) -> BothEnds:
         """The coordinator."""
-        return self.costs.both_ends(self.size, self.embedding_left)
+        return self.costs.both_ends(self.size, *self.left)
 
     @cached_property
     def hops(self) -> Hops:
@@ -121,7 +135,7 @@ class Arrangement:
         other arrangements."""
         if not self.workers or not self.is_line:
             return (), ()
-        return self.costs.hops([COORDINATOR, *self.workers], self.size, self.embedding_left)
+        return self.costs.hops([COORDINATOR, *self.workers], self.size, *self.left)
 
     @cached_property
     def travel_seconds(self) -> list[float]:
@@ -218,16 +232,12 @@ class Arrangement:
         return [self._request(index, in_flight) for index in range(len(self.teams))]
 
     def _request(self, index: int, in_flight: int) -> TeamRequest:
-        team, pieces = self.teams[index], self.micro_batches
-        has_embedding = self.embedding_left and index == 0
+        team, pieces, last = self.teams[index], self.micro_batches, len(self.teams) - 1
+        ends = ends_of_team(index, last, *self.left)
         if len(team) == 1:
-            return TeamRequest(team, pieces, in_flight, has_embedding, has_embedding)
-        last = len(self.teams) - 1
+            return TeamRequest(team, pieces, in_flight, EMBEDDING in ends, HEAD in ends, ends)
         own = self._layers_of_teams if COORDINATOR in team else (0, 0)
-        left = self.embedding_left
-        return TeamRequest(
-            team, pieces, in_flight, left, has_embedding, index == last, last == 0, own
-        )
+        return TeamRequest(team, pieces, in_flight, *self.left, ends, index == last, last == 0, own)
 
     def with_ranges(self, ranges: Sequence[Range], in_flight: int) -> Candidate:
         """The candidate with these layers; each team runs them in its fastest way that fits.
@@ -241,12 +251,11 @@ class Arrangement:
         seats = [Seat(COORDINATOR, ranges[0], before, tuple(self.own.front.ends))]
         for request, span in zip(self.requests(in_flight), between, strict=True):
             seats += self._seats(request, span)
-        seats.append(Seat(COORDINATOR, ranges[-1], behind, (HEAD,)))
+        seats.append(Seat(COORDINATOR, ranges[-1], behind, tuple(self.own.behind.ends)))
         return Candidate(self.costs, seats, self.micro_batches, in_flight)
 
     def _seats(self, request: TeamRequest, span: Range) -> list[Seat]:
-        holders = self.tables.holders(request)
-        ends = (EMBEDDING,) if request.has_embedding else ()
+        holders, ends = self.tables.holders(request), request.ends
         if len(holders) == 1:
             option = holders[0].option_for(*span, request.in_flight)
             return [Seat(request.names[0], span, option, ends)]
@@ -268,6 +277,17 @@ class Arrangement:
         return as_replicas(seats, shares, way.optimizer, self.tables.head_bytes(request))
 
 
+def lefts_of(costs: Costs, teams: Sequence[Sequence[str]]) -> list[tuple[bool, bool]]:
+    """Whether the first of these teams may have the embedding, and the last one the head: the
+    possible pairs."""
+    if not teams:
+        return [(False, False)]
+    is_hosted = any(COORDINATOR in team for team in teams)
+    may_leave = costs.profile.model.embedding_may_leave and COORDINATOR not in teams[0]
+    head_may_leave = not is_hosted and costs.may_hold_head(teams[-1])
+    return [*product((False, True)[: 1 + may_leave], (False, True)[: 1 + head_may_leave])]
+
+
 def place(way: Arrangement, below: float = math.inf) -> list[Candidate]:
     """Split the layers of an arrangement exactly, with the coordinator's layers all in front, and
     all at the end; leave out candidates with a bound of ``below`` or more."""
@@ -279,6 +299,8 @@ def fronts_of(way: Arrangement) -> list[int | None]:
     at the end."""
     if way.embedding_left or way.hosted is not None:
         return [0]
+    if way.head_left:
+        return [None]
     return [None, 0] if way.teams and way.own.speed.most_layers else [None]
 
 
@@ -293,7 +315,7 @@ def place_in(
 
     Args:
         ways: Lines with equally many workers, or one arrangement with replicas; all with the same
-            number of micro-batches and the same place of the embedding.
+            number of micro-batches and the same places of embedding and head.
         front: How many layers the coordinator has in front; None if all its layers are in front.
         below: Leave out candidates with a bound of this or more.
     """

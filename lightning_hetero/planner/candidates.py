@@ -10,8 +10,8 @@ A worker may have any number of seats. Seats with the same layers are replicas o
 with its part of the micro-batches; the coordinator may have such a seat beside its other two.
 
 The embedding may be on the worker with the first layer. Then the coordinator still starts each
-micro-batch, with masks, positions and the user's own code, and sends token ids. In a given plan the
-head may be on the worker with the last layer, which returns losses.
+micro-batch, with masks, positions and the user's own code, and sends token ids. The head may be on
+the worker with the last layer: then the coordinator sends it labels, and it returns losses.
 """
 
 from __future__ import annotations
@@ -139,12 +139,17 @@ class Costs:
 
         Both ends were measured on the coordinator, with the embedding there. Nearly all of the
         measured forward is the start, and this stays on the coordinator. Backward, optimizer step
-        and memory belong to the embedding. A worker's factor for them, and for the head, is its
-        factor for decoder layers.
+        and memory belong to the embedding. A worker's factor for them is its factor for decoder
+        layers, and so is its factor for a head that was not measured there.
         """
         if end == END:
             return End(END, Cost(0.0, 0.0, 0.0, 0.0))
         own, model = self.profile.device(COORDINATOR), self.profile.model
+        if end == HEAD and name != COORDINATOR and self.measured_head(name):
+            there = self.profile.device(name)
+            steps = own.optimizer_seconds.get(HEAD, 0.0) * self._slowdown(name, size)
+            found = cost_at(there, HEAD, model.dtype, False, size)
+            return End(HEAD, found, there.optimizer_seconds.get(HEAD, steps))
         part = EMBEDDING if end == START else end
         cost = cost_at(own, part, model.dtype, False, size)
         optimizer_seconds = own.optimizer_seconds.get(end, 0.0)
@@ -157,6 +162,17 @@ class Costs:
             cost = cost._replace(forward_seconds=forward, backward_seconds=backward)
             optimizer_seconds *= factor
         return End(end, cost, optimizer_seconds)
+
+    def measured_head(self, name: str) -> bool:
+        """Whether the head was measured on a device, in the user's precision."""
+        model = self.profile.model
+        timings = self.profile.device(name).timings
+        return any((t.part, t.dtype) == (HEAD, model.dtype) for t in timings)
+
+    def may_hold_head(self, team: Sequence[str]) -> bool:
+        """Whether all of these processes are workers that may have the head and the loss."""
+        may_leave = self.profile.model.head_may_leave and not self.is_safe_mode
+        return may_leave and all(n != COORDINATOR and self.measured_head(n) for n in team)
 
     def _slowdown(self, name: str, size: int) -> float:
         """The worker's seconds for decoder layers over the coordinator's; 1 if one is unknown."""
@@ -191,6 +207,14 @@ class Costs:
             medium = link.shared or f"{link.source} to {link.target}"
             self._hops[key] = Hop(medium, num_bytes / link.bytes_per_second, link.latency_seconds)
         return self._hops[key]
+
+
+def lefts_of_any(costs: Costs, workers: Sequence[str]) -> list[tuple[bool, bool]]:
+    """Whether the embedding and the head may be on some of these workers: the possible pairs, the
+    last one with most ends on workers."""
+    may_leave = costs.profile.model.embedding_may_leave and bool(workers)
+    head_may_leave = any(costs.may_hold_head([name]) for name in workers)
+    return [*product((False, True)[: 1 + may_leave], (False, True)[: 1 + head_may_leave])]
 
 
 def ends_here(embedding_left: bool, head_left: bool) -> tuple[tuple[str, ...], tuple[str, ...]]:
@@ -530,7 +554,7 @@ class Candidate:
     @property
     def identity(self) -> Hashable:
         """Equal for candidates of one search with the same plan."""
-        left = self.embedding_left
+        left = self.embedding_left, self.head_left
         same = self.workers, tuple(self.ranges), self.micro_batches, self.in_flight, left
         if not self.has_replicas:
             return same

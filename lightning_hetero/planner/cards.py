@@ -20,7 +20,7 @@ from msgspec.structs import replace
 
 from ..errors import PlanError
 from ..plan import COORDINATOR, Dtype
-from .profile import ENDS, DeviceProfile, Link, Profile, Timing
+from .profile import ENDS, HEAD, DeviceProfile, Link, Profile, Timing
 
 FASTEST, MIDDLE, SLOWEST = 0.0, 0.5, 1.0
 """Where between the two bounds a guess lies."""
@@ -166,7 +166,9 @@ def with_card(profile: Profile, wish: str, lean: float = MIDDLE) -> Guess:
         )
     like, like_card = _most_alike(profile, card, place)
     factors = _factors(like, like_card, card, profile.model.dtype)
-    kept = set(profile.model.kinds) | (set(ENDS) if place == COORDINATOR else set())
+    # A worker's head counts only where it may leave.
+    ends = ENDS if place == COORDINATOR else (HEAD,) * profile.model.head_may_leave
+    kept = {*profile.model.kinds, *ends}
     timings = _timings(like, like_card, card, kept, lean)
     by_memory = like_card.bytes_per_second / card.bytes_per_second
     device = replace(
@@ -193,7 +195,7 @@ def with_card(profile: Profile, wish: str, lean: float = MIDDLE) -> Guess:
 def _most_alike(profile: Profile, card: Card, place: str) -> tuple[DeviceProfile, Card]:
     """The measured device with the most similar known card."""
     measured = [(device, card_of(device.device)) for device in profile.devices if device.timings]
-    # Only the coordinator has timings of the ends.
+    # Only the coordinator has timings of both ends.
     known = [
         (device, found)
         for device, found in measured

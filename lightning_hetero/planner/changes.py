@@ -81,7 +81,9 @@ def with_counts(
     """The candidate with these numbers of layers, if they fit the devices and the pins, and their
     lower bound is less than ``below``."""
     front, *of_teams, behind = counts
-    if min(of_teams, default=1) < 1 or not of_teams and behind or way.embedding_left and front:
+    if min(of_teams, default=1) < 1 or not of_teams and behind:
+        return
+    if way.embedding_left and front or way.head_left and behind:
         return
     ranges, in_flight = spans_of(counts), min(most_in_flight, way.micro_batches)
     if way.least_seconds(ranges, in_flight) < below:

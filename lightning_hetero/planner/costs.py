@@ -675,6 +675,9 @@ def crossing_bytes(
     if embedding_left:
         crossing[0] = model.token_id_bytes_per_sample * num_samples, 0.0
     if head_left:
+        # Labels leave the coordinator by a way of their own, and take its time to send.
+        there, back = crossing[0]
+        crossing[0] = there + model.token_id_bytes_per_sample * num_samples, back
         crossing[-1] = 0.0, 0.0
     return crossing
 

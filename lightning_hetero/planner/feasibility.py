@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from ..errors import PlanError
 from ..plan import COORDINATOR, Plan, Recompute, StagePlan, Weights
 from ..units import in_bytes, in_layers
-from .candidates import Candidate, Costs, Seat, as_replicas, ends_here
+from .candidates import Candidate, Costs, Seat, as_replicas, ends_here, lefts_of_any
 from .costs import BothEnds, Holder
 from .profile import EMBEDDING, ENDS, HEAD, Profile
 from .replicas import shares_of
@@ -79,7 +79,8 @@ def with_head_away(candidate: Candidate) -> Candidate | None:
         return None
     team = candidate.teams[-1]
     is_whole = len(candidate.teams) == 1 and candidate.embedding_left
-    is_tied = model.part(HEAD).parameter_bytes == 0
+    # A norm of its own remains in the part of a tied head.
+    is_tied = model.part(HEAD).parameter_bytes == 0 or model.tied_gradient_bytes > 0
     is_other = any(s.name == COORDINATOR or s.option.dtype != model.dtype for s in team)
     if is_other or (is_tied and not is_whole):
         return None
@@ -307,8 +308,7 @@ def _ends_that_do_not_fit(costs: Costs, size: int) -> list[str]:
 
 def _lightest(costs: Costs, size: int) -> BothEnds:
     """The coordinator with the fewest ends of the model."""
-    may_leave = costs.profile.model.embedding_may_leave and bool(costs.profile.workers)
-    return costs.both_ends(size, may_leave)
+    return costs.both_ends(size, *lefts_of_any(costs, costs.profile.workers)[-1])
 
 
 def _pins_that_do_not_fit(costs: Costs, size: int) -> list[str]:
@@ -337,8 +337,8 @@ def _too_many_layers(costs: Costs, size: int) -> list[str]:
     model = costs.profile.model
     layers = costs.num_layers
     most = {name: int(costs.holder(name, size).speed.most_layers) for name in costs.profile.workers}
-    ways = {False, model.embedding_may_leave and bool(costs.profile.workers)}
-    own = max(costs.both_ends(size, left).speed.most_layers for left in ways)
+    ways = lefts_of_any(costs, costs.profile.workers)
+    own = max(costs.both_ends(size, *left).speed.most_layers for left in ways)
     most = {COORDINATOR: int(own), **most}
     each = ", ".join(f"`{name}` {count}" for name, count in most.items())
     if sum(most.values()) >= layers:

@@ -24,8 +24,8 @@ VERSION = 1
 EMBEDDING = "embedding"
 HEAD = "head"
 ENDS = (EMBEDDING, HEAD)
-"""The parts before and after the layers; the head includes the loss. Both are measured only on the
-coordinator; it has them unless the embedding is on a worker."""
+"""The parts before and after the layers; the head includes the loss. Both are measured on the
+coordinator, and the head on workers too if it may leave."""
 
 # Bytes, and seconds until they have arrived and a short answer has returned.
 RoundTrip = tuple[int, float]
@@ -104,6 +104,9 @@ class ModelProfile(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit
         embedding_may_leave: Whether a worker with the first layer may have the input embedding. It
             may if the embedding is all of the `EMBEDDING` part except buffers, and its output goes
             only to the first layer.
+        head_may_leave: Whether a worker with the last layer may have the head and the loss, if it
+            was measured there. It may if a training uses only the loss of the model.
+        logits_bytes_per_sample: Bytes that come back in an evaluation if the head is on a worker.
         slices: How it runs on slices along the tokens, if batches are cut so. A sample is then one
             token of each sequence of a batch.
     """
@@ -117,6 +120,8 @@ class ModelProfile(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit
     dtype: Dtype = "float32"
     tied_gradient_bytes: Count = 0
     embedding_may_leave: bool = False
+    head_may_leave: bool = False
+    logits_bytes_per_sample: Count = 0
     slices: SliceProfile | None = None
 
     def part(self, name: str) -> Part:
@@ -125,7 +130,7 @@ class ModelProfile(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit
 
     @property
     def token_id_bytes_per_sample(self) -> int:
-        """Bytes over a boundary before the embedding; an id is an int64."""
+        """Bytes over a boundary before the embedding; an id is an int64, and so is a label."""
         return 8 * self.tokens_per_sample
 
     @property

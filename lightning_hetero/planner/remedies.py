@@ -102,7 +102,8 @@ def _samples_per_second(candidate: Candidate) -> float:
 
 def fastest_with_script(search: Search) -> tuple[str, Candidate] | None:
     """The fastest worker as the only device, with the script on it, and its candidate; None if
-    all workers are too small. Embedding, head and loss scale like the worker's layers."""
+    all workers are too small. The embedding scales like the worker's layers, and so does a head
+    without a measurement there."""
     found = [
         (name, alone) for name in search.one_of_each() for alone in _alone_with_script(search, name)
     ]
@@ -128,13 +129,15 @@ def _with_ends(profile: Profile, device: DeviceProfile) -> DeviceProfile | None:
     if not (0 < mine < math.inf and its < math.inf):
         return None
     factor = its / mine
-    ends = [_scaled(timing, factor) for timing in own.timings if timing.part in ENDS]
+    known = {timing.part for timing in device.timings}
+    ends = [t for t in own.timings if t.part in ENDS and t.part not in known]
+    ends = [_scaled(timing, factor) for timing in ends]
     steps = {end: own.optimizer_seconds.get(end, 0.0) * factor for end in ENDS}
     return replace(
         device,
         name=COORDINATOR,
         timings=[*device.timings, *ends],
-        optimizer_seconds=device.optimizer_seconds | steps,
+        optimizer_seconds=steps | device.optimizer_seconds,
     )
 
 

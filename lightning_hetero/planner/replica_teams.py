@@ -85,8 +85,9 @@ class TeamRequest(NamedTuple):
         micro_batches: Pieces of the batch.
         in_flight: The most micro-batches in flight.
         embedding_left: Whether a worker has the embedding.
-        has_embedding: Whether the replicas of this team have it.
-        is_last: Whether the coordinator's head comes after the team.
+        head_left: Whether a worker has the head.
+        ends: The ends of the model on the replicas of this team.
+        is_last: Whether the head comes after the layers of the team.
         is_only: Whether this is the only team.
         own: If the coordinator is a replica, the layers of all teams; it has the others alone.
     """
@@ -95,7 +96,8 @@ class TeamRequest(NamedTuple):
     micro_batches: int
     in_flight: int
     embedding_left: bool
-    has_embedding: bool
+    head_left: bool
+    ends: tuple[str, ...]
     is_last: bool = False
     is_only: bool = False
     own: Range = (0, 0)
@@ -104,6 +106,17 @@ class TeamRequest(NamedTuple):
     def is_hosted(self) -> bool:
         """Whether the coordinator is one of the replicas."""
         return COORDINATOR in self.names
+
+    @property
+    def left(self) -> tuple[bool, bool]:
+        """Whether embedding and head are on workers."""
+        return self.embedding_left, self.head_left
+
+
+def ends_of_team(index: int, last: int, embedding_left: bool, head_left: bool) -> tuple[str, ...]:
+    """The ends of the model on a team of workers; ``last`` is the index of the last team."""
+    has_both = embedding_left and index == 0, head_left and index == last
+    return (EMBEDDING,) * has_both[0] + (HEAD,) * has_both[1]
 
 
 class Tables:
@@ -150,28 +163,31 @@ class Tables:
         if seconds.ndim == 1:
             counts = np.maximum(end - first, 0)
             seconds, exchange, chosen = seconds[counts], exchange[counts], chosen[counts]
-        is_stage = first < end if not request.has_embedding else (first == 0) & (end > 0)
+        is_stage = first < end
+        if EMBEDDING in request.ends:
+            is_stage &= first == 0
+        if HEAD in request.ends:
+            is_stage &= end == num - 1
         seconds = np.where(is_stage, seconds, np.inf)
         return TeamTable(seconds, ways, exchange, chosen)
 
     def holders(self, request: TeamRequest) -> list[Holder]:
         """The devices of a team."""
         size = self.costs.size(request.micro_batches)
-        ends = (EMBEDDING,) if request.has_embedding else ()
-        return [self.costs.holder(name, size, ends) for name in request.names]
+        return [self.costs.holder(name, size, request.ends) for name in request.names]
 
     def _stages(self, request: TeamRequest) -> tuple[Index, Index]:
         """The first layer and the end of each stage; if only the number of layers counts, of the
         stages from layer 0 on."""
         num = self.costs.num_layers + 1
-        if request.has_embedding or len(self.costs.profile.model.kinds) == 1:
+        if EMBEDDING in request.ends or len(self.costs.profile.model.kinds) == 1:
             return np.zeros(num, np.int64), np.arange(num)
         first, end = np.meshgrid(np.arange(num), np.arange(num), indexing="ij")
         return np.minimum(first, end), end
 
     def own(self, request: TeamRequest) -> BothEnds:
         """The coordinator."""
-        return self.costs.both_ends(self.costs.size(request.micro_batches), request.embedding_left)
+        return self.costs.both_ends(self.costs.size(request.micro_batches), *request.left)
 
     def fixed_seconds(self, request: TeamRequest) -> list[float]:
         """The seconds of each replica in a step besides its micro-batches of the stage."""
@@ -188,7 +204,7 @@ class Tables:
             return [0.0] * len(request.names)
         found, size = [], self.costs.size(request.micro_batches)
         for name in request.names:
-            there, back = self.costs.hops([COORDINATOR, name], size, request.embedding_left)
+            there, back = self.costs.hops([COORDINATOR, name], size, *request.left)
             media = busy_seconds_of_media([*there, *back])
             found.append(0.0 if name == COORDINATOR else max(media.values()))
         return found
@@ -260,10 +276,11 @@ class Tables:
         return ends + of_replica(need, part, in_flight * self.head_bytes(request))
 
     def head_bytes(self, request: TeamRequest) -> float:
-        """The bytes of head and loss for a micro-batch if they come after this team; otherwise
-        0."""
-        head = self.own(request).behind.ends[HEAD].cost
-        return head.peak_bytes if head is not None and request.is_last else 0.0
+        """The bytes of the coordinator's head and loss for a micro-batch if they come after this
+        team; otherwise 0."""
+        head = self.own(request).behind.ends.get(HEAD)
+        cost = head.cost if head is not None and request.is_last else None
+        return 0.0 if cost is None else cost.peak_bytes
 
     def exchange_seconds_per_layer(self, names: tuple[str, ...]) -> float:
         """The seconds in which a team exchanges gradients and weights of the model's smallest

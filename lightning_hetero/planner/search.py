@@ -7,8 +7,8 @@ order of devices it takes the split with the fastest slowest stage (`arrangement
 coordinator's layers in front, or all of them at the end.
 
 From the best of these lines it makes small changes while the simulated step gets shorter: it moves
-layers, exchanges, adds or removes a worker, or changes the place of the embedding, the number of
-micro-batches or the number in flight. At the end it leaves out workers with too little gain, and
+layers, exchanges, adds or removes a worker, or changes the places of embedding and head, the number
+of micro-batches or the number in flight. At the end it leaves out workers with too little gain, and
 takes the fewest micro-batches in flight that are nearly as fast.
 
 Then it goes on with replicas, from teams of several kinds and from the best line. Further changes
@@ -34,9 +34,9 @@ from typing import NamedTuple
 from msgspec import structs
 
 from ..plan import COORDINATOR
-from .arrangements import Arrangement, Teams, fronts_of, place, place_at, place_in
+from .arrangements import Arrangement, Teams, fronts_of, lefts_of, place, place_at, place_in
 from .bounds import least_bottleneck
-from .candidates import Candidate, Costs, Range, spans_of
+from .candidates import Candidate, Costs, Range, lefts_of_any, spans_of
 from .changes import (
     LEAST_GAIN_OF_CHANGE,
     MOST_NEAR_PLAYED,
@@ -221,7 +221,7 @@ class Search:
         num = self.costs.num_layers
         ranges = spans_of([0, num, 0] if workers else [num, 0])
         placed = []
-        for pieces, left in product(self.counts_alone, self._embeddings if workers else (False,)):
+        for pieces, left in product(self.counts_alone, self._lefts([workers] if workers else [])):
             way = Arrangement.line(self._tables, workers, pieces, left)
             placed += [
                 way.with_ranges(ranges, min(in_flight, pieces))
@@ -230,10 +230,10 @@ class Search:
             ]
         return self._best_played(placed, math.inf, MOST_PLAYED)
 
-    @property
-    def _embeddings(self) -> tuple[bool, ...]:
-        """The possible values of ``embedding_left``."""
-        return (False, True) if self.costs.profile.model.embedding_may_leave else (False,)
+    def _lefts(self, teams: Sequence[Sequence[str]]) -> list[tuple[bool, bool]]:
+        """Whether the first of these teams may have the embedding, and the last one the head: the
+        values to try."""
+        return lefts_of(self.costs, teams)
 
     def one_of_each(self, workers: Sequence[str] | None = None) -> list[str]:
         """One of each class of interchangeable workers, among these or all workers."""
@@ -271,7 +271,7 @@ class Search:
         for name, pieces in product(self.one_of_each(), self.micro_batches):
             lines.append((Arrangement.line(self._tables, [name], pieces), min(4, pieces)))
         for way, in_flight in lines:
-            staying, placed = replace(way, embedding_left=False), []
+            staying, placed = way.with_left((False, False)), []
             for front in range(1, self.costs.num_layers if way.teams else 0):
                 if staying.own.front_seconds(front) * way.micro_batches >= below:
                     break
@@ -297,9 +297,11 @@ class Search:
     def _lines(
         self, orders: Sequence[Sequence[str]], pieces: int
     ) -> Iterator[Sequence[Arrangement]]:
-        """Orders of the same workers, with each possible place of the embedding."""
-        for left in self._embeddings if orders[0] else (False,):
-            yield [Arrangement.line(self._tables, order, pieces, left) for order in orders]
+        """Orders of the same workers, with each possible place of embedding and head."""
+        lefts = {order: self._lefts([(name,) for name in order]) for order in map(tuple, orders)}
+        for left in dict.fromkeys(left for some in lefts.values() for left in some):
+            able = [order for order, some in lefts.items() if left in some]
+            yield [Arrangement.line(self._tables, order, pieces, left) for order in able]
 
     def _best_played(
         self, placed: Iterable[Candidate], below: float, most: int
@@ -386,9 +388,9 @@ class Search:
         """The best plans of unlike teams to begin with, and the best line."""
         below = math.inf if line is None else line.step_seconds * MOST_WORSE
         ways = [
-            Arrangement(self._tables, teams, pieces, left, kept)
+            Arrangement(self._tables, teams, pieces, left[0], kept, left[1])
             for teams, pieces in product(self._first_teams(), self._first_counts(line))
-            for left in self._embeddings_of(teams)
+            for left in self._lefts(teams)
             for kept in self._kept_by(teams)
         ]
         placed = [candidate for way in ways for candidate in self._placed(way, below)]
@@ -407,10 +409,6 @@ class Search:
             return self.micro_batches
         pieces = line.micro_batches
         return [count for count in self.micro_batches if pieces <= 2 * count <= 4 * pieces]
-
-    def _embeddings_of(self, teams: Teams) -> tuple[bool, ...]:
-        """Whether the first team may have the embedding: the values to try."""
-        return self._embeddings if teams and COORDINATOR not in teams[0] else (False,)
 
     def _kept_by(self, teams: Teams) -> list[tuple[int, int]]:
         """How many layers to try for the coordinator alone, in front and at the end: 0, and, as a
@@ -486,7 +484,7 @@ class Search:
             yield from _with_other_in_flight(way, best)
         ways = [replace(way, micro_batches=n) for n in self.micro_batches]
         if way.hosted is None:
-            ways += [replace(way, embedding_left=left) for left in self._embeddings_of(way.teams)]
+            ways += [way.with_left(left) for left in self._lefts(way.teams)]
         else:
             ways += self._with_other_kept(way)
         for teams in self._changed(way.teams, effort):
@@ -522,24 +520,25 @@ class Search:
             if min(kept) >= 0 and sum(kept) <= most:
                 yield replace(way, kept=kept)
 
-    @staticmethod
-    def _with_teams(way: Arrangement, teams: Teams, best: Candidate) -> Iterator[Arrangement]:
+    def _with_teams(self, way: Arrangement, teams: Teams, best: Candidate) -> Iterator[Arrangement]:
         """The arrangement with other teams. If the coordinator becomes a replica, it has 0 layers
         alone, or keeps its present ones."""
         is_hosted = any(COORDINATOR in team for team in teams)
-        left = way.embedding_left and bool(teams) and COORDINATOR not in teams[0]
-        kept = way.kept if is_hosted else (0, 0)
-        yield replace(way, teams=teams, embedding_left=left, kept=kept)
-        if is_hosted and way.hosted is None and not left:
+        changed = replace(way, teams=teams, kept=way.kept if is_hosted else (0, 0))
+        if way.left not in self._lefts(teams):
+            embedding_left = (way.embedding_left, False) in self._lefts(teams)
+            changed = changed.with_left((embedding_left, False))
+        yield changed
+        if is_hosted and way.hosted is None and not changed.embedding_left:
             own = best.seats[0].num_layers, best.seats[-1].num_layers
-            yield replace(way, teams=teams, embedding_left=left, kept=own)
+            yield replace(changed, kept=own)
 
     def _key(self, way: Arrangement) -> Hashable:
         """Equal for arrangements that differ only in interchangeable workers."""
         teams = tuple(
             tuple(sorted(self._classes.get(name, -1) for name in team)) for team in way.teams
         )
-        return teams, way.micro_batches, way.embedding_left, way.kept
+        return teams, way.micro_batches, way.left, way.kept
 
     def _changed(self, teams: Teams, effort: Effort) -> Iterator[Teams]:
         """The teams with one change of their members or their order."""
@@ -634,12 +633,10 @@ def speeds_of(costs: Costs, workers: Sequence[str], micro_batches: int) -> list[
     """Speeds for a bound of all plans: the coordinator has the fewest ends of the model, and the
     other ends cost 0 seconds."""
     size = costs.size(micro_batches)
-    may_leave = costs.profile.model.embedding_may_leave and bool(workers)
-    own = costs.both_ends(size, may_leave).speed
-    if may_leave:
-        # Its layers may be in front if the embedding stays.
-        most_layers = costs.both_ends(size, embedding_left=False).speed.most_layers
-        own = replace(own, most_layers=max(own.most_layers, most_layers))
+    # Its layers are in front if the embedding stays, and at the end if the head stays.
+    every = [costs.both_ends(size, *left).speed for left in lefts_of_any(costs, workers)]
+    most_layers = max(speed.most_layers for speed in every)
+    own = replace(every[-1], most_layers=most_layers)
     return [own, *(costs.holder(name, size).speed for name in workers)]
 
 
@@ -647,7 +644,8 @@ def _kin_of(candidate: Candidate) -> Hashable:
     """Equal for candidates that differ only in their splits and their micro-batches in flight, with
     the coordinator's layers at the same ends."""
     own = [candidate.seats[end].num_layers > 0 for end in (0, -1)]
-    return candidate.workers, candidate.micro_batches, candidate.embedding_left, *own
+    left = candidate.embedding_left, candidate.head_left
+    return candidate.workers, candidate.micro_batches, left, *own
 
 
 def _names_of(candidate: Candidate) -> list[str]:

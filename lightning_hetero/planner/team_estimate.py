@@ -24,8 +24,7 @@ import numpy as np
 
 from ..plan import COORDINATOR, Dtype, Recompute, Weights, most_started
 from .costs import Holder, Numbers, Option
-from .profile import EMBEDDING
-from .replica_teams import Tables
+from .replica_teams import Tables, ends_of_team
 from .replicas import most_in_flight
 
 _INSTANT = 1e-12
@@ -42,6 +41,7 @@ class Outline:
         micro_batches: Pieces of all batches of the window.
         in_flight: The most micro-batches in flight.
         embedding_left: Whether the first team has the embedding.
+        head_left: Whether the last team has the head.
     """
 
     teams: tuple[tuple[str, ...], ...]
@@ -49,11 +49,16 @@ class Outline:
     micro_batches: int
     in_flight: int
     embedding_left: bool = False
+    head_left: bool = False
 
     @property
     def workers(self) -> tuple[str, ...]:
         """The workers of all teams."""
         return tuple(name for team in self.teams for name in team)
+
+    def ends_of(self, index: int) -> tuple[str, ...]:
+        """The ends of the model on the team with this index."""
+        return ends_of_team(index, len(self.teams) - 1, self.embedding_left, self.head_left)
 
 
 class TeamSeconds(NamedTuple):
@@ -133,20 +138,20 @@ class Estimates:
     def __init__(self, tables: Tables) -> None:
         self._tables = tables
         self._costs = tables.costs
-        self._columns: dict[tuple[bytes, int, bool], _Columns] = {}
+        self._columns: dict[tuple[bytes, int, tuple[str, ...]], _Columns] = {}
         self._teams: dict[tuple[object, ...], TeamSeconds] = {}
         self._hops: dict[tuple[object, ...], float] = {}
 
     def step_seconds(self, outline: Outline) -> float:
         """The estimated step; infinite if the layers do not fit."""
         costs, count = self._costs, outline.micro_batches
-        own = costs.both_ends(costs.size(count), outline.embedding_left)
+        own = costs.both_ends(costs.size(count), outline.embedding_left, outline.head_left)
         front, *of_teams, behind = outline.counts
         own_seconds = float(own.matrix(outline.in_flight)[front, costs.num_layers - behind])
         if not math.isfinite(own_seconds):
             return math.inf
         found = [
-            self.team_seconds(team, layers, outline, index == 0 and outline.embedding_left)
+            self.team_seconds(team, layers, outline, outline.ends_of(index))
             for index, (team, layers) in enumerate(zip(outline.teams, of_teams, strict=True))
         ]
         chain = own_seconds + sum(each.passing for each in found)
@@ -155,7 +160,9 @@ class Estimates:
         names = [(COORDINATOR,), *outline.teams, (COORDINATOR,)]
         slowest_hop = 0.0
         for index, (one, other) in enumerate(pairwise(names)):
-            hop = self._hop_seconds(one, other, count, outline.embedding_left and index == 0)
+            only_ids = outline.embedding_left and index == 0
+            only_losses = outline.head_left and index == len(of_teams)
+            hop = self._hop_seconds(one, other, count, only_ids, only_losses)
             chain += hop
             slowest_hop = max(slowest_hop, hop / max(len(one), len(other)) / 2)
         busy = max(
@@ -178,8 +185,8 @@ class Estimates:
         counts = [1] * len(teams)
 
         def with_one_more(index: int) -> float:
-            team, has_embedding = teams[index], index == 0 and outline.embedding_left
-            return self.team_seconds(team, counts[index] + 1, outline, has_embedding).busy
+            ends = outline.ends_of(index)
+            return self.team_seconds(teams[index], counts[index] + 1, outline, ends).busy
 
         ends = [(with_one_more(index), index) for index in range(len(teams))]
         heapify(ends)
@@ -192,22 +199,22 @@ class Estimates:
         return found if is_possible else None
 
     def team_seconds(
-        self, team: tuple[str, ...], layers: int, outline: Outline, has_embedding: bool
+        self, team: tuple[str, ...], layers: int, outline: Outline, ends: tuple[str, ...]
     ) -> TeamSeconds:
         """A team with this many layers; infinite if they do not fit."""
         count, in_flight = outline.micro_batches, outline.in_flight
-        key = (team, layers, count, in_flight, has_embedding, outline.embedding_left)
+        key = (team, layers, count, in_flight, ends, outline.embedding_left)
         if key not in self._teams:
-            self._teams[key] = self._made(team, layers, outline, has_embedding)
+            self._teams[key] = self._made(team, layers, outline, ends)
         return self._teams[key]
 
     def _made(
-        self, team: tuple[str, ...], layers: int, outline: Outline, has_embedding: bool
+        self, team: tuple[str, ...], layers: int, outline: Outline, ends: tuple[str, ...]
     ) -> TeamSeconds:
         """The team with the first way that all its workers can run in their memory."""
         if len(team) > outline.micro_batches or layers > self._costs.num_layers:
             return NOT_FITTING
-        columns = [self._columns_of(name, outline.micro_batches, has_embedding) for name in team]
+        columns = [self._columns_of(name, outline.micro_batches, ends) for name in team]
         for way in columns[0]:
             is_lone_and_useless = (
                 len(team) == 1 and outline.in_flight >= columns[0][way].useful_below
@@ -238,10 +245,9 @@ class Estimates:
         steps = max(column.optimizer_seconds[layers] for column in columns) / num
         return TeamSeconds(max(busy), sum(busy) / count, max(seconds), steps)
 
-    def _columns_of(self, name: str, micro_batches: int, has_embedding: bool) -> _Columns:
-        key = (self._costs.kinds[name], micro_batches, has_embedding)
+    def _columns_of(self, name: str, micro_batches: int, ends: tuple[str, ...]) -> _Columns:
+        key = (self._costs.kinds[name], micro_batches, ends)
         if key not in self._columns:
-            ends = (EMBEDDING,) if has_embedding else ()
             holder = self._costs.holder(name, self._costs.size(micro_batches), ends)
             self._columns[key] = {
                 (o.dtype, o.recompute, o.weights): _column(holder, o) for o in holder.options
@@ -249,10 +255,15 @@ class Estimates:
         return self._columns[key]
 
     def _hop_seconds(
-        self, one: tuple[str, ...], other: tuple[str, ...], micro_batches: int, only_ids: bool
+        self,
+        one: tuple[str, ...],
+        other: tuple[str, ...],
+        micro_batches: int,
+        only_ids: bool,
+        only_losses: bool,
     ) -> float:
         """The mean seconds of a micro-batch from one team to the next, and back."""
-        key = (one, other, micro_batches, only_ids)
+        key = (one, other, micro_batches, only_ids, only_losses)
         if key not in self._hops:
             costs = self._costs
             model, size = costs.profile.model, costs.size(micro_batches)
@@ -260,6 +271,8 @@ class Estimates:
             back = model.gradient_bytes_per_sample * size
             if only_ids:
                 there, back = model.token_id_bytes_per_sample * size, 0
+            if only_losses:
+                there, back = 0, 0
             links = costs.profile.links
             pairs = [(a, b) for a in one for b in other] if links else [(one[0], other[0])]
             found = 0.0

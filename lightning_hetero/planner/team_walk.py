@@ -16,7 +16,7 @@ from itertools import product
 from typing import NamedTuple
 
 from ..plan import COORDINATOR
-from .arrangements import Arrangement
+from .arrangements import Arrangement, lefts_of
 from .candidates import Candidate, spans_of
 from .changes import LEAST_GAIN_OF_CHANGE, step_of
 from .replica_teams import Tables
@@ -131,9 +131,12 @@ class TeamWalk:
 
     def _split(self, teams: tuple[tuple[str, ...], ...], pieces: int) -> Outline | None:
         """These teams with layers by speed and memory, and with the most micro-batches in flight
-        for their memory; None if it is too small."""
-        for in_flight in dict.fromkeys([pieces, min(2 * len(teams) + 2, pieces), 1]):
-            empty = Outline(teams, (0, *[0] * len(teams), 0), pieces, in_flight)
+        for their memory; None if it is too small. Ends of the model leave the coordinator if it is
+        too small for them."""
+        lefts = lefts_of(self.tables.costs, teams)
+        levels = dict.fromkeys([pieces, min(2 * len(teams) + 2, pieces), 1])
+        for left, in_flight in product(dict.fromkeys([lefts[0], lefts[-1]]), levels):
+            empty = Outline(teams, (0, *[0] * len(teams), 0), pieces, in_flight, *left)
             counts = self._estimates.counts_by_speed(empty)
             if counts is not None:
                 return replace(empty, counts=counts)
@@ -204,10 +207,13 @@ class TeamWalk:
         return found if found is not None and self._is_possible(found) else None
 
     def _is_possible(self, outline: Outline) -> bool:
-        """Whether each team has layers, the embedding is at the first layer, and `may_replicate`
-        and the pins hold."""
+        """Whether each team has layers, the embedding is at the first layer and the head after the
+        last one, and `may_replicate` and the pins hold."""
         front, *of_teams, behind = outline.counts
         if min(of_teams) < 1 or min(front, behind) < 0 or outline.embedding_left and front:
+            return False
+        may_hold_head = behind == 0 and self.tables.costs.may_hold_head(outline.teams[-1])
+        if outline.head_left and not may_hold_head:
             return False
         if not self.may_replicate and max(map(len, outline.teams)) > 1:
             return False
@@ -220,16 +226,14 @@ class TeamWalk:
         return self._way_of(outline).least_seconds(ranges, in_flight)
 
     def _way_of(self, outline: Outline) -> Arrangement:
-        pieces, left = outline.micro_batches, outline.embedding_left
-        return Arrangement(self.tables, outline.teams, pieces, left)
+        left = outline.embedding_left, outline.head_left
+        return Arrangement(self.tables, outline.teams, outline.micro_batches).with_left(left)
 
     def _slowest(self, outline: Outline) -> int:
         """The index of the busiest team."""
         counts = outline.counts[1:-1]
         busy = [
-            self._estimates.team_seconds(
-                team, counts[index], outline, index == 0 and outline.embedding_left
-            ).busy
+            self._estimates.team_seconds(team, counts[index], outline, outline.ends_of(index)).busy
             for index, team in enumerate(outline.teams)
         ]
         return busy.index(max(busy))
@@ -310,7 +314,7 @@ class TeamWalk:
         return self._with_teams(outline, teams, counts)
 
     def _with_others(self, outline: Outline) -> Outline | None:
-        """Other micro-batches, others in flight, or the embedding elsewhere."""
+        """Other micro-batches, others in flight, or an end of the model elsewhere."""
         kind = self._draw.random()
         if kind < 0.5:
             count = max(1, round(outline.in_flight * self._draw.choice(FLIGHTS)))
@@ -319,7 +323,10 @@ class TeamWalk:
             pieces = self._draw.choice(self.micro_batches)
             in_flight = max(1, round(outline.in_flight * pieces / outline.micro_batches))
             return replace(outline, micro_batches=pieces, in_flight=in_flight)
-        if not self.tables.costs.profile.model.embedding_may_leave:
+        model = self.tables.costs.profile.model
+        if model.head_may_leave and (not model.embedding_may_leave or kind < 0.9):
+            return replace(outline, head_left=not outline.head_left)
+        if not model.embedding_may_leave:
             return None
         return replace(outline, embedding_left=not outline.embedding_left)
 
@@ -347,4 +354,5 @@ def _outline_of(candidate: Candidate) -> Outline:
     teams = tuple(tuple(seat.name for seat in team) for team in candidate.teams)
     counts = tuple(end - first for first, end in candidate.ranges_of_teams)
     pieces, in_flight = candidate.micro_batches, candidate.in_flight
-    return Outline(teams, counts, pieces, in_flight, candidate.embedding_left)
+    left = candidate.embedding_left, candidate.head_left
+    return Outline(teams, counts, pieces, in_flight, *left)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import combinations
 from typing import Literal
@@ -27,10 +27,10 @@ from ..units import (
 )
 from . import experts
 from .bounds import least_bottleneck
-from .candidates import Candidate, Seat
+from .candidates import Candidate, Costs, Seat
 from .costs import Option
 from .feasibility import candidate_with, shortages, with_head_away
-from .profile import HEAD, DeviceProfile
+from .profile import EMBEDDING, HEAD, DeviceProfile
 from .remedies import AtOnce, at_once, fastest_with_script
 from .replicas import Team, exchange_seconds
 from .safe_mode import own_share, safe_step_seconds
@@ -505,9 +505,9 @@ def render(verdict: Verdict) -> RenderableType:
     # A narrow terminal folds long cells, so names stay whole.
     columns = [Column(name, overflow="fold") for name in COLUMNS]
     table = Table(*columns, box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
-    embedding_is_here = not any(stage.embedding for stage in verdict.stages)
+    ends = [*verdict.candidate.seats[0].ends, *verdict.candidate.seats[-1].ends]
     for stage in verdict.stages:
-        table.add_row(*(Text(cell) for cell in _cells(stage, embedding_is_here)))
+        table.add_row(*(Text(cell) for cell in _cells(stage, ends)))
     return Group(table, *(Text(line) for line in sentences(verdict)))
 
 
@@ -520,6 +520,7 @@ def sentences(verdict: Verdict) -> list[str]:
         for stage in verdict.stages
         if stage.embedding
     ]
+    lines += _heads(verdict.candidate)
     lines += _reading(verdict)
     lines += [*_bound_lines(verdict), *_idle_link(verdict.candidate), _single(verdict)]
     lines += [str(verdict.at_once)] if verdict.at_once is not None else []
@@ -686,12 +687,12 @@ def _without_slices(verdict: Verdict) -> Iterator[str]:
         )
 
 
-def _cells(stage: StageVerdict, has_embedding: bool) -> list[str]:
+def _cells(stage: StageVerdict, ends: Collection[str]) -> list[str]:
     memory = f"{in_bytes(stage.needed_bytes)} of {in_bytes(stage.device.memory_bytes)}"
     return [
         stage.device.name,
         stage.device.device,
-        _layers_text(stage, has_embedding),
+        _layers_text(stage, ends),
         stage.option.dtype + _RECOMPUTED[stage.option.recompute] + _away(stage.option.weights),
         memory if not stage.is_another else "as above",
         in_duration(stage.forward_seconds),
@@ -703,6 +704,38 @@ def _cells(stage: StageVerdict, has_embedding: bool) -> list[str]:
 
 def _away(weights: Weights | None) -> str:
     return "" if weights is None else f", weights on {weights}"
+
+
+def _heads(candidate: Candidate) -> Iterator[str]:
+    """Where the head is and how long it takes on each device of the plan, if it may leave."""
+    costs, size, model = candidate.costs, candidate.size, candidate.costs.profile.model
+    able = [name for name in candidate.workers if costs.may_hold_head([name])]
+    if not (able or candidate.head_left):
+        return
+    fastest = sorted(able, key=lambda name: _head_seconds(costs, name, size))
+    holding = [seat.name for seat in candidate.teams[-1]] if candidate.head_left else []
+    measured = [
+        f"{in_duration(seconds)} on {name}"
+        for name in dict.fromkeys([COORDINATOR, *holding, *fastest[:MOST_TRIED]])
+        if (seconds := _head_seconds(costs, name, size)) < math.inf
+    ]
+    times = f"head and loss of a micro-batch take {', '.join(measured)}"
+    if not candidate.head_left:
+        yield f"{times}; they stay with the coordinator"
+        return
+    num_bytes = model.logits_bytes_per_sample * costs.batch_size
+    seconds = num_bytes / costs.link(holding[0], COORDINATOR).bytes_per_second
+    price = f", {in_bytes(num_bytes)} a batch and {in_duration(seconds)} over the link"
+    yield (
+        f"{times}: {' and '.join(holding)} {'has' if len(holding) == 1 else 'have'} them; labels "
+        "go there, and losses come back; training must not read logits, and an evaluation brings "
+        f"them here{price * bool(num_bytes)}"
+    )
+
+
+def _head_seconds(costs: Costs, name: str, size: int) -> float:
+    """Forward and backward of head and loss on a device; infinite if they cannot run there."""
+    return costs.holder(name, size, (HEAD,)).end_seconds(HEAD)
 
 
 def _reading(verdict: Verdict) -> Iterator[str]:
@@ -723,15 +756,16 @@ def _reading(verdict: Verdict) -> Iterator[str]:
         )
 
 
-def _layers_text(stage: StageVerdict, has_embedding: bool) -> str:
+def _layers_text(stage: StageVerdict, ends: Collection[str]) -> str:
+    """The layers of a stage; ``ends`` are the coordinator's, as in its seats."""
     first, end = stage.layers
     if end > first:
         share = "" if stage.share is None else ", {} of {} micro-batches".format(*stage.share)
         return f"{first}:{end} ({end - first}){share}"
     if stage.device.name != COORDINATOR:
         return "no layers"
-    ends = "the embedding, the head" if has_embedding else "the head"
-    return f"no layers, {ends} and the loss"
+    held = ["the embedding"] * (EMBEDDING in ends) + ["the head and the loss"] * (HEAD in ends)
+    return ", ".join(["no layers", *held])
 
 
 def _rate_text(tokens_per_second: float) -> str:

@@ -206,7 +206,12 @@ def merged(new: Profile, old: Profile | None) -> Profile:
     names = {device.name for device in new.devices}
     model = new.model
     if COORDINATOR not in names:
-        model = structs.replace(old.model, embedding_may_leave=model.embedding_may_leave)
+        model = structs.replace(
+            old.model,
+            embedding_may_leave=model.embedding_may_leave,
+            head_may_leave=model.head_may_leave,
+            logits_bytes_per_sample=model.logits_bytes_per_sample,
+        )
     ends = {(link.source, link.target) for link in new.links}
     return structs.replace(
         new,

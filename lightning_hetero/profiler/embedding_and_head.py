@@ -350,6 +350,18 @@ class EndsRunner:
                 return False
         return unreadable.is_what_entered(passed.entered)
 
+    def result(self, batch: Any, evaluates: bool = False) -> Any:
+        """The result of ``training_step`` or ``validation_step`` for a micro-batch."""
+        if not evaluates:
+            return self._stepped(batch, _Pass(self.device), {})[0]
+        modes = {module: module.training for module in self.module.modules()}
+        try:
+            self.module.eval()
+            return self._stepped(batch, _Pass(self.device), {}, evaluates=True)[0]
+        finally:
+            for module, mode in modes.items():
+                module.train(mode)  # an outer one comes before its inner ones
+
     def measure(self, batch: Any, patience_seconds: float) -> dict[str, m.LayerMeasured]:
         """Measure both ends on a micro-batch; they have gradients afterwards.
 
@@ -413,18 +425,29 @@ class EndsRunner:
     def _forward(
         self, batch: Any, passed: _Pass, forms: dict[int, ResultForm] | None = None
     ) -> tuple[Tensor | None, PassingLayers]:
-        module, forms = self.module, {} if forms is None else forms
+        result, passing = self._stepped(batch, passed, {} if forms is None else forms)
+        return loss_of(result), passing
+
+    def _stepped(
+        self,
+        batch: Any,
+        passed: _Pass,
+        forms: dict[int, ResultForm],
+        evaluates: bool = False,
+    ) -> tuple[Any, PassingLayers]:
+        module, precision = self.module, self.module.trainer.precision_plugin
         enter, leave = passed.enter, passed.leave
         passing = PassingLayers(
             module, self.layers, self.on_meta, self.outputs, enter, leave, forms
         )
-        step = module.training_step
+        step = module.validation_step if evaluates else module.training_step
+        around = precision.val_step_context if evaluates else precision.train_step_context
         index = [0] if is_param_in_hook_signature(step, "batch_idx", min_args=2) else []
-        with passing.passing(), torch.enable_grad():
+        with passing.passing(), torch.set_grad_enabled(not evaluates):
             passed.mark()
-            with module.trainer.precision_plugin.train_step_context():
+            with around():
                 result = step(batch, *index)
-        return loss_of(result), passing
+        return result, passing
 
 
 def _backward(out: Tensor, leaf: Tensor, retain_graph: bool) -> None:

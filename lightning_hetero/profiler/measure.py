@@ -49,6 +49,7 @@ from .trials import (
     doubtful,
     dtypes_to_measure,
     failure,
+    head_trials,
     is_calmer,
     is_telling,
     is_worth_repeating,
@@ -59,6 +60,7 @@ from .trials import (
     still_varying,
     timing_of,
     trials,
+    with_head,
     with_shorter,
 )
 from .trials import patience_seconds as patience_for
@@ -240,6 +242,7 @@ _SHARE_OF_ENDS = 0.15
 _SHARE_OF_LAYERS_HERE = 0.3
 _SHARE_OF_WORKERS = 0.4
 _SHARE_OF_LINKS = 0.15
+_SHARE_OF_HEADS = 0.05
 
 # A shorter time budget does not need a progress bar.
 _PROGRESS_FROM_SECONDS = 5.0
@@ -319,6 +322,7 @@ class Measuring:
                 results[COORDINATOR] = lead_here(bench, self._trials(COORDINATOR, jobs), tick)
                 ends.optimizers = self._optimizers_of_ends()
             bench.forget()
+            heads = self._heads(workers)
             prepare_workers(self.connections, workers, self._subject.blueprint.for_workers())
             trials_of = {name: self._trials(name, jobs) for name in workers}
             results |= lead_on_workers(self.connections, trials_of, tick)
@@ -336,6 +340,8 @@ class Measuring:
                     result.timings = of_mean_slices(result.timings, self._subject.examples)
         if COORDINATOR in names:
             results[COORDINATOR] = _with_ends(results[COORDINATOR], ends)
+        for name, head in heads.items():
+            results[name] = with_head(results[name], head)
         reading = self._described_with_reading(workers) if model.has_frozen_layers else {}
         described = {**self.described, **reading}
         software = measure_software(self.sighting)
@@ -354,6 +360,19 @@ class Measuring:
             window=self.sighting.window,
             settings=dict(identity.settings),
         )
+
+    def _heads(self, workers: Sequence[str]) -> dict[str, DeviceResult]:
+        """Measure the head on workers, if it may leave, before they build the layers."""
+        head = self._subject.head
+        if head is None:
+            return {}
+        seconds, clock = self._seconds(_SHARE_OF_HEADS), self.sighting.bench.clock
+        free_bytes = shares_of_free_memory(self.described)
+        trials_of = {
+            name: head_trials(self._subject, head, free_bytes[name], seconds, clock, name)
+            for name in workers
+        }
+        return lead_on_workers(self.connections, trials_of, _no_tick)
 
     def _described_with_reading(self, workers: Sequence[str]) -> Described:
         """The devices of workers, and how they read frozen weights, one machine after the other."""

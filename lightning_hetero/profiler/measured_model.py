@@ -46,6 +46,7 @@ from ..protocol import messages as m
 from ..protocol.frames import Content
 from ..protocol.tensor_bytes import DTYPES, dtype_name
 from .embedding_and_head import EndsRunner, Example, embedding_to_leave, parameters_of_ends
+from .leaving_head import HeadSample, head_sample
 from .token_slices import describe_slices, slice_examples
 
 # These attributes do not change the cost: a stage recomputes as a whole, and modes come with each
@@ -166,7 +167,6 @@ class MadeUpOutputs:
         if key not in self._known:
             around = surroundings_here(hidden, [replace(call, layer_index=number)], kinds)
             trial = LayerTrial(
-                number=number,
                 hidden_shape=tuple(hidden.shape),
                 hidden_dtype=hidden.dtype,
                 wants_gradient=False,
@@ -309,6 +309,7 @@ class Subject:
         embedding_may_leave: Whether a worker may have the input embedding.
         slices: How the model runs on slices along the tokens, if batches are cut so; then sizes
             are tokens.
+        head: The head, if a worker may have it.
     """
 
     blueprint: Blueprint
@@ -319,6 +320,7 @@ class Subject:
     converts_weights: bool
     embedding_may_leave: bool = False
     slices: SliceProfile | None = None
+    head: HeadSample | None = None
 
     @property
     def kinds(self) -> list[str]:
@@ -329,7 +331,6 @@ class Subject:
         """The trial of a layer for a job."""
         example, number = self.examples[job.micro_batch_size], self.blueprint.number_of(job.kind)
         return LayerTrial(
-            number=number,
             hidden_shape=tuple(example.inputs[number].shape),
             hidden_dtype=example.inputs[number].dtype,
             wants_gradient=self.wants_gradient[number],
@@ -464,7 +465,7 @@ def sight(
         modules, on_meta = [layer.module for layer in layers], drawn.on_meta()
         whole = examples[max(examples)]
         slices = describe_slices(whole, modules, [on_meta[n] for n in range(len(modules))])
-        embedding = None  # slices of token ids are not supported
+        embedding = None  # plans by hand may give it to a worker
     subject = Subject(
         blueprint=drawn,
         wants_gradient=wants_gradient(layers, first.wants_gradient),
@@ -474,6 +475,11 @@ def sight(
         converts_weights=not isinstance(trainer.precision_plugin, MixedPrecision),
         embedding_may_leave=embedding is not None and runner.only_layers_read(embedding, largest),
         slices=slices,
+        head=(
+            None
+            if cutting.at_boundary
+            else head_sample(runner, {size: cutting.batch(size) for size in examples})
+        ),
     )
     return ModelSighting(subject, bench, runner, cutting, batch_size)
 
@@ -555,6 +561,8 @@ def model_profile(
         tied_gradient_bytes=gradient_bytes(tied_parameters(root, layers)),
         embedding_may_leave=subject.embedding_may_leave,
         slices=subject.slices,
+        head_may_leave=subject.head is not None,
+        logits_bytes_per_sample=0 if subject.head is None else subject.head.logits_bytes_per_sample,
     )
 
 

@@ -57,6 +57,7 @@ from .cache import (
     write_known,
 )
 from .embedding_and_head import embedding_to_leave
+from .leaving_head import head_setting
 from .measure import (
     Described,
     Measuring,
@@ -358,8 +359,10 @@ class ProfilingRun:
 
     def _identity(self, sample: SampleBatch, optimizer: OptimizerSettings | None) -> ModelIdentity:
         could_leave = embedding_to_leave(self.module, self.layers) is not None
+        head = head_setting(self.module, self.layers, is_cut=not self.cuts_boundary)
         settings = {
             "embedding": "could leave" if could_leave else "stays",
+            **({"head": head} if head else {}),
             "precision": str(self.module.trainer.precision_plugin.precision),
             "batch": sample.form,
             **({"window": f"{sample.window} batches"} if sample.window > 1 else {}),

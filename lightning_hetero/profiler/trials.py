@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import pairwise, permutations, product, starmap
 from typing import TYPE_CHECKING, cast
@@ -25,13 +25,16 @@ from msgspec import structs
 from ..coordinator.connections import Connections
 from ..coordinator.requests import Answer
 from ..errors import StageFailed
+from ..model.layers import LOGITS_LAYER
 from ..pipeline.bench import MOST_SPREAD, Bench, Clock, LayerTrial, OptimizerTrial, attempt
 from ..plan import Dtype
-from ..planner.profile import ENDS, DeviceProfile, ModelProfile, Timing, WeightReading
+from ..planner.profile import ENDS, HEAD, DeviceProfile, ModelProfile, Timing, WeightReading
 from ..protocol import messages as m
+from ..protocol.frames import Content
 from .measured_model import LayerJob
 
 if TYPE_CHECKING:
+    from .leaving_head import HeadSample
     from .measured_model import Subject
 
 Trial = LayerTrial | OptimizerTrial
@@ -392,6 +395,20 @@ class DeviceResult:
 Trials = Generator[Trial, Outcome, DeviceResult]
 
 
+@dataclass(frozen=True)
+class HeadPreparation:
+    """Has a worker build the head."""
+
+    content: Content
+
+    def encode(self) -> Content:
+        """The message and its tensors."""
+        return self.content
+
+
+HeadTrials = Generator[Trial | HeadPreparation, Outcome | m.Done, DeviceResult]
+
+
 def trials(
     subject: Subject, schedule: LayerSchedule, patience_seconds: float, clock: Clock, where: str
 ) -> Trials:
@@ -420,6 +437,56 @@ def trials(
     result.timings = schedule.timings
     result.largest_micro_batch = schedule.largest_micro_batch
     return result
+
+
+def head_trials(
+    subject: Subject,
+    head: HeadSample,
+    most_bytes: float,
+    budget_seconds: float,
+    clock: Clock,
+    where: str,
+) -> HeadTrials:
+    """Yield the trials of the head on a worker: forward and backward at every size, small ones
+    first, as far as memory and time allow, and the optimizer's step over the output embedding.
+    Without a success there is no timing.
+
+    Args:
+        subject: The model.
+        head: Its head.
+        most_bytes: The memory limit of a trial.
+        budget_seconds: The time to spend; the smallest size runs in any case.
+        clock: Returns seconds.
+        where: The name of the worker.
+    """
+    result, end_seconds = DeviceResult(), clock() + budget_seconds
+    patience = patience_seconds(budget_seconds, len(head.trials))
+    outcome = yield HeadPreparation(head.content)
+    for size, trial in sorted(head.trials.items()):
+        if isinstance(outcome, m.NotMeasured):
+            rank_zero_info(f"{where} cannot run the head: {outcome.reason}")
+            break
+        is_late = result.timings and clock() >= end_seconds
+        if head.bytes_at(size) > most_bytes or is_late:
+            break
+        outcome = yield replace(trial, patience_seconds=patience)
+        if isinstance(outcome, m.LayerMeasured):
+            job = LayerJob(subject.dtype, size, HEAD, False)
+            result.timings.append(timing_of(job, outcome))
+    used = subject.optimizer
+    if result.timings and used is not None and head.bytes_of_optimizer <= most_bytes:
+        outcome = yield OptimizerTrial(
+            LOGITS_LAYER, used.class_name, used.defaults, used.options, patience
+        )
+        if isinstance(outcome, m.OptimizerMeasured):
+            result.optimizers[HEAD] = outcome
+    return result
+
+
+def with_head(layers: DeviceResult, head: DeviceResult) -> DeviceResult:
+    """A worker's results, with the head."""
+    optimizers = layers.optimizers | head.optimizers
+    return replace(layers, timings=[*layers.timings, *head.timings], optimizers=optimizers)
 
 
 def again(subject: Subject, timings: Sequence[Timing], patience_seconds: float) -> Trials:
@@ -503,7 +570,7 @@ def run_here(bench: Bench, trial: Trial) -> Outcome:
 
 
 def lead_on_workers(
-    connections: Connections, trials_of: Mapping[str, Trials], tick: Tick
+    connections: Connections, trials_of: Mapping[str, Trials | HeadTrials], tick: Tick
 ) -> dict[str, DeviceResult]:
     """Lead the trials of several workers at the same time."""
     asked = {name: _ask(connections, name, next(trials)) for name, trials in trials_of.items()}
@@ -520,6 +587,6 @@ def lead_on_workers(
     return results
 
 
-def _ask(connections: Connections, name: str, trial: Trial) -> Answer:
+def _ask(connections: Connections, name: str, trial: Trial | HeadPreparation) -> Answer:
     message, tensors = trial.encode()
     return connections.requests.send(connections.named(name), message, *tensors)

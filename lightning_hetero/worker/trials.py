@@ -91,6 +91,8 @@ class SessionTrials(SessionPart):
         device, allowed = self._host.device, self._host.allowed
         build = partial(build_for_values, message.recipe, message.parameters, allowed, device)
         build()  # fails now if the layers cannot be built
+        if self._bench is not None:
+            self._bench.forget()
         self._bench = Bench(device, build, buffers, allowed=allowed)
         return m.Done()
 

@@ -448,7 +448,7 @@ def test_a_sequence_too_long_as_a_whole_fits_in_slices(capsys: pytest.CaptureFix
     assert shortages(fewer)
     needs = [float(chosen.need(name).total) / 2**30 for name in plan.workers]
     page = " ".join((ROOT / "docs" / "memory.md").read_text("utf-8").split())
-    assert f"In {plan.micro_batches} [slices along the tokens]" in page
+    assert f"in {plan.micro_batches} [slices along the tokens]" in page
     assert "with {:.1f} and {:.1f} GiB of the 22.8 and 11.4".format(*needs) in page
     assert "{} and {} layers".format(*(len(stage.layer_indices) for stage in plan.stages)) in page
     cards.main(["--bytes", "--model", "Llama 3.1 8B", "--cards", "RTX 3060", "--tokens", "32768"])

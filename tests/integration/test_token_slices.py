@@ -547,8 +547,6 @@ def refused(match: str, make: Make, plan: PlanOf, workers: list[str]) -> None:
     ("plan", "match"),
     [
         (of_stage(compile=True), "has `compile: true`, which does not work with"),
-        (of_stage(embedding=True), "has `embedding: true`"),
-        (of_stage(head=True), "has `head: true`"),
         (over_replicas, "several workers"),
         (
             lambda workers: Plan(
@@ -561,7 +559,7 @@ def refused(match: str, make: Make, plan: PlanOf, workers: list[str]) -> None:
             "`recompute: true` for the coordinator's layers",
         ),
     ],
-    ids=["compile", "embedding", "head", "replicas", "recompute here"],
+    ids=["compile", "replicas", "recompute here"],
 )
 def test_a_plan_that_slices_do_not_support_is_refused(
     plan: PlanOf, match: str, workers: list[str]

@@ -216,7 +216,6 @@ def bench_of(*layers: nn.Module) -> tuple[Bench, list[int]]:
 def trial(number: int, dtype: torch.dtype | None = None) -> LayerTrial:
     calls: Sequence[LayerCall] = [LayerCall(number, True, (), {})]
     return LayerTrial(
-        number=number,
         hidden_shape=(2, 4),
         hidden_dtype=torch.float32,
         wants_gradient=True,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import msgspec
 import pytest
@@ -82,6 +83,11 @@ def test_a_tensor_that_would_not_become_narrower_stays_as_it_is(
     [sent] = narrow(tensor, wire_dtype)  # type: ignore[arg-type]
     assert sent.dtype == dtype
     assert torch.equal(sent, tensor)
+
+
+@pytest.mark.parametrize("wire_dtype", ["bfloat16", "float16", "int8"])
+def test_a_loss_and_its_gradient_keep_all_bits(wire_dtype: Any) -> None:
+    assert narrow(torch.tensor(1 / 3), wire_dtype)[0].item() == torch.tensor(1 / 3).item()
 
 
 def test_int8_takes_a_quarter_and_its_scales() -> None:

@@ -45,7 +45,7 @@ def costs() -> Costs:
 
 
 def line(of: Costs, workers: Sequence[str], pieces: int, left: bool = False) -> Arrangement:
-    return Arrangement.line(Tables(of), workers, pieces, left)
+    return Arrangement.line(Tables(of), workers, pieces, (left, False))
 
 
 def way(*workers: str, pieces: int = 4, left: bool = False) -> Arrangement:

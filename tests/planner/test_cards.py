@@ -6,6 +6,7 @@ import math
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 
 from lightning_hetero.errors import PlanError
 from lightning_hetero.plan import COORDINATOR
@@ -18,7 +19,7 @@ from lightning_hetero.planner.cards import (
     find_card,
     with_card,
 )
-from lightning_hetero.planner.profile import DeviceProfile, Link, Profile
+from lightning_hetero.planner.profile import HEAD, DeviceProfile, Link, Profile
 
 from .profiles import coordinator, device, profile, timing
 
@@ -92,6 +93,18 @@ def test_a_new_worker_is_scaled_between_arithmetic_and_bandwidth() -> None:
     assert seconds[MIDDLE] == pytest.approx(math.sqrt(by_arithmetic * by_memory))
     assert "RTX 4090 is a guess and was not measured" in str(guess)
     assert "0.30 (bound by memory bandwidth) to 0.37 (bound by arithmetic)" in str(guess)
+
+
+@pytest.mark.parametrize("may_leave", [False, True])
+def test_a_new_worker_has_a_head_that_may_leave(may_leave: bool) -> None:
+    like = measured()
+    (worker,) = (each for each in like.devices if each.name != COORDINATOR)
+    worker = replace(worker, timings=[*worker.timings, timing(HEAD, 4.0, 8.0)])
+    model = replace(like.model, head_may_leave=may_leave)
+    like = replace(like, model=model, devices=[like.devices[0], worker])
+    found = with_card(like, "RTX 4090", FASTEST).profile.device("RTX 4090")
+    heads = [each.forward_seconds for each in found.timings if each.part == HEAD]
+    assert heads == ([pytest.approx(4 * 300 / 1008)] if may_leave else [])
 
 
 def test_a_new_worker_has_the_links_of_the_measured_one() -> None:

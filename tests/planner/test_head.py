@@ -5,14 +5,20 @@ from __future__ import annotations
 import pytest
 from msgspec.structs import replace
 
+from benchmarks.planner_optimality.main import BOUND, compare
+from lightning_hetero.errors import PlanError
 from lightning_hetero.plan import COORDINATOR, Plan, StagePlan
-from lightning_hetero.planner.feasibility import candidate_of, check_plan
+from lightning_hetero.planner.candidates import Candidate, Costs
+from lightning_hetero.planner.feasibility import candidate_of, check_plan, with_head_away
 from lightning_hetero.planner.membership import joined, left
-from lightning_hetero.planner.profile import EMBEDDING, HEAD, Link, Part, Profile
+from lightning_hetero.planner.profile import EMBEDDING, HEAD, Link, LinkSpeed, Part, Profile
+from lightning_hetero.planner.remedies import fastest_with_script
 from lightning_hetero.planner.replan import best_split
-from lightning_hetero.planner.solver import solve
-from lightning_hetero.planner.verdict import judge
+from lightning_hetero.planner.search import Search
+from lightning_hetero.planner.solver import Wishes, solve
+from lightning_hetero.planner.verdict import judge, sentences
 
+from ..pairwise import keeping
 from .profiles import coordinator, device, profile, timing
 
 NUM_LAYERS = 6
@@ -125,3 +131,160 @@ def test_the_verdict_names_both_remedies_of_a_slow_head(head_seconds: float) -> 
     said = [each.text for each in advice if each.kind == "slow head"]
     assert len(said) == (head_seconds > 1)
     assert all("start the script on `" in text and "`head: true`" in text for text in said)
+
+
+def test_a_tied_head_leaves_only_with_the_embedding() -> None:
+    tied = cluster(40)
+    tied = replace(tied, model=replace(tied.model, tied_gradient_bytes=8))
+    assert with_head_away(candidate_of(plan_with(False), cluster(40))) is not None
+    assert with_head_away(candidate_of(plan_with(False), tied)) is None
+    whole = Plan([StagePlan(["a"], (0, NUM_LAYERS), embedding=True)], micro_batches=4)
+    found = with_head_away(candidate_of(whole, tied))
+    assert found is not None
+    assert found.head_left
+
+
+def measured_there(of: Profile, head_seconds: float, *names: str, **options: object) -> Profile:
+    """The profile with a head that may leave, measured on some workers."""
+    head = [
+        timing(HEAD, head_seconds / 4 * s, head_seconds * 3 / 4 * s, size=s, saved_bytes=SAVED * s)
+        for s in (1, 64)
+    ]
+    devices = [
+        replace(each, timings=[*each.timings, *head]) if each.name in names else each
+        for each in of.devices
+    ]
+    model = replace(of.model, head_may_leave=True, logits_bytes_per_sample=2**20, **options)
+    return replace(of, model=model, devices=devices)
+
+
+def chosen_of(of: Profile) -> Candidate:
+    return solve(of, Wishes(replicas=False)).chosen
+
+
+def test_a_weak_coordinator_gives_the_head_to_a_strong_worker() -> None:
+    stays = chosen_of(cluster(8))
+    leaves = chosen_of(measured_there(cluster(8), 1, *WORKERS))
+    assert not stays.head_left
+    assert leaves.head_left
+    assert leaves.plan().stages[-1].head
+    assert leaves.step_seconds < stays.step_seconds
+
+
+def test_a_strong_coordinator_keeps_the_head() -> None:
+    assert not chosen_of(measured_there(cluster(0.1), 8, *WORKERS)).head_left
+
+
+def test_seconds_measured_there_count_and_not_those_of_its_layers() -> None:
+    """By its layers `b` would take half of the coordinator's time."""
+    there = measured_there(cluster(8), 7, *WORKERS)
+    found, before = candidate_of(plan_with(True), there), candidate_of(plan_with(False), there)
+    assert found.process_seconds["b"] - before.process_seconds["b"] == pytest.approx(7)
+
+
+def test_the_optimizer_s_step_over_the_head_is_the_worker_s() -> None:
+    there = measured_there(cluster(8), 1, *WORKERS)
+    devices = [
+        replace(d, optimizer_seconds={HEAD: 3.0} if d.name == COORDINATOR else {HEAD: 1.0})
+        for d in there.devices
+    ]
+    there = replace(there, devices=devices)
+    here, away = (candidate_of(plan_with(head), there).pipeline for head in (False, True))
+    assert [times.optimizer_seconds for times in here.stages] == [3.0, 0.0, 0.0]
+    assert [times.optimizer_seconds for times in away.stages] == [0.0, 0.0, 1.0]
+
+
+@pytest.mark.parametrize("num_workers", [2, 7])
+def test_a_coordinator_without_memory_for_it_gives_it_away(num_workers: int) -> None:
+    """Seven workers are too many to try all their orders."""
+    names = [*"abcdefg"[:num_workers]]
+    small = measured_there(cluster(0.01, *names), 1, *names)
+    own = replace(small.device(COORDINATOR), memory_bytes=500)
+    small = replace(small, devices=[own, *small.devices[1:]])
+    found = chosen_of(small)
+    assert found.head_left
+    assert check_plan(found.plan(), small) == []
+    stays = replace(small, model=replace(small.model, head_may_leave=False))
+    with pytest.raises(PlanError, match="the head do not fit: the coordinator is"):
+        solve(stays)
+
+
+def test_both_ends_may_leave() -> None:
+    there = measured_there(cluster(8), 1, *WORKERS, embedding_may_leave=True)
+    # A link over which activations take longer than layers, and ids do not.
+    there = replace(there, default_link=LinkSpeed(0, 20))
+    found = chosen_of(there)
+    assert (found.embedding_left, found.head_left) == (True, True)
+    assert found.bytes_sent(found.workers[-1], COORDINATOR) == 0
+
+
+def test_labels_go_out() -> None:
+    measured = cluster(8)
+    here, away = (candidate_of(plan_with(head), measured) for head in (False, True))
+    of_labels = 8 * measured.model.tokens_per_sample * 4
+    assert away.bytes_sent(COORDINATOR, "a") - here.bytes_sent(COORDINATOR, "a") == of_labels
+
+
+@pytest.mark.parametrize("why", ["not measured there", "safe mode", "other precision"])
+def test_where_a_run_could_fail_it_stays(why: str) -> None:
+    there = measured_there(cluster(8, "a"), 1, "a")
+    assert chosen_of(there).head_left
+    if why == "not measured there":
+        there = measured_there(cluster(8, "a"), 1)
+    if why == "safe mode":
+        there = replace(there, settings={"cut": "boundary"})
+    if why == "other precision":
+        heads = [replace(t, dtype="bfloat16") for t in there.device("a").timings if t.part == HEAD]
+        layers = [t for t in there.device("a").timings if t.part != HEAD]
+        worker = replace(there.device("a"), timings=[*layers, *heads])
+        there = replace(there, devices=[there.devices[0], worker])
+    assert not chosen_of(there).head_left
+
+
+def test_only_a_measured_worker_comes_last() -> None:
+    """`b` is a little slower, so that it would come first."""
+    there = measured_there(cluster(8), 1, "b")
+    found = chosen_of(there)
+    assert found.head_left
+    assert found.workers[-1] == "b"
+
+
+def test_replicas_with_whole_models_have_it() -> None:
+    there = measured_there(cluster(8), 1, *WORKERS, embedding_may_leave=True)
+    found = solve(replace(there, batch_size=16)).chosen
+    assert found.head_left
+    assert all(seat.has_head for seat in found.teams[-1])
+    assert check_plan(found.plan(), replace(there, batch_size=16)) == []
+
+
+@pytest.mark.parametrize(
+    "seed", keeping([3, 13], [2, 3, 7, 8, 13, 15, 16, 18, 20, 21, 22, 26, 36, 39])
+)
+def test_brute_force_finds_nothing_much_better(seed: int) -> None:
+    found = compare(seed, heads=True)
+    assert found.gap is None or found.gap <= BOUND
+
+
+def test_the_verdict_names_its_seconds_everywhere_and_the_price_of_evaluations() -> None:
+    there = measured_there(cluster(8), 1, *WORKERS)
+    found = judge(solve(there, Wishes(replicas=False)))
+    said = "\n".join(sentences(found))
+    last = found.candidate.workers[-1]
+    size = found.candidate.size
+    assert f"head and loss of a micro-batch take {8 * size} s on coordinator" in said
+    assert f"{last} has them; labels go there, and losses come back; training must not" in said
+    assert "an evaluation brings them here, 4.0 MiB a batch and" in said
+    assert not [each for each in found.advice if each.kind == "slow head"]
+    kept = judge(solve(measured_there(cluster(0.1), 8, *WORKERS), Wishes(replicas=False)))
+    assert "they stay with the coordinator" in "\n".join(sentences(kept))
+    assert "head and loss of" not in "\n".join(sentences(judge(solve(cluster(8)))))
+
+
+def test_a_script_on_the_worker_takes_the_head_s_seconds_there() -> None:
+    one = measured_there(cluster(8, "a"), 1, "a")
+    found = fastest_with_script(Search(Costs(one, {}), [1, 2, 4]))
+    assert found is not None
+    name, alone = found
+    assert name == "a"
+    # Four samples through six layers of 1.5 seconds, and through the head.
+    assert alone.step_seconds == pytest.approx(4 * (6 * 1.5 + 1))

@@ -3,42 +3,20 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
-from lightning_hetero.coordinator.dry_run import no_trace
 from lightning_hetero.model.layer_call import expected_result
 from lightning_hetero.model.layers import find_decoder_layers
 from lightning_hetero.profiler import embedding_and_head
-from lightning_hetero.profiler.embedding_and_head import EndsRunner, embedding_to_leave
-from lightning_hetero.profiler.measured_model import Blueprint, MadeUpOutputs, kinds_of_layers
+from lightning_hetero.profiler.embedding_and_head import embedding_to_leave
 
-from ..families import tiny_model
-from ..models import TinyModule, loader, trainer
-
-
-def runner_of(module: TinyModule) -> EndsRunner:
-    """Runs the training step of a module in a Trainer."""
-    layers = find_decoder_layers(module)
-    run = trainer()
-    run.strategy.connect(module)
-    module.trainer = run
-    drawn = Blueprint.draw(module, layers, kinds_of_layers(layers, first_wants_gradient=True))
-    outputs = MadeUpOutputs(drawn, drawn.bench(torch.device("cpu")))
-    return EndsRunner(module, layers, drawn.on_meta(), outputs)
-
-
-@contextmanager
-def running(module: TinyModule) -> Iterator[tuple[EndsRunner, Any]]:
-    """A runner that leaves no trace in a module, and a batch for it."""
-    runner = runner_of(module)
-    with no_trace(module, [layer.module for layer in runner.layers]):
-        yield runner, next(iter(loader(2, 2)))
+from ..models import TinyModule
+from .dry_runs import OfFamily, running
 
 
 def may_leave(module: TinyModule) -> bool:
@@ -49,12 +27,6 @@ def may_leave(module: TinyModule) -> bool:
         return False
     with running(module) as (runner, batch):
         return runner.only_layers_read(embedding, batch)
-
-
-class OfFamily(TinyModule):
-    def __init__(self, family: str, **options: Any) -> None:
-        super().__init__()
-        self.model = tiny_model(family, **options)
 
 
 class Reading(TinyModule):

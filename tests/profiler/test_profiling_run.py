@@ -25,6 +25,7 @@ from lightning_hetero.model.allowed_imports import Allowed
 from lightning_hetero.planner.profile import EMBEDDING, HEAD, Profile
 from lightning_hetero.profiler import trials
 
+from ..equality import differing
 from ..families import tiny_model
 from ..models import Module, TinyModule, fit, loader, sequences, trainer
 from ..pairwise import keeping, repeats
@@ -157,6 +158,34 @@ def test_over_slow_links_token_ids_travel(
     assert "stage 1: the input embedding and layers 0 to" in caplog.text
     plain = fit(TinyModule(), data=loader(8, 4))
     torch.testing.assert_close(module.losses, plain.losses, rtol=1e-5, atol=0)
+
+
+def test_the_head_of_a_weak_coordinator_leaves(
+    workers: list[str], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = tmp_path / "profile.yaml"
+    profiled(TinyModule(), HeteroPipelineStrategy(workers[:1], "even", micro_batches=2), path)
+    found = Profile.from_yaml(path)
+    assert found.model.head_may_leave
+    assert found.model.logits_bytes_per_sample == 10 * 48 * 4
+    worker = found.device(workers[0])
+    assert {t.micro_batch_size for t in worker.timings if t.part == HEAD} <= {1, 2, 4}
+    assert {*worker.optimizer_bytes} == {"LlamaDecoderLayer", HEAD}
+    # This process looks slow.
+    own = found.device("coordinator")
+    slowed = [
+        msgspec.structs.replace(timing, forward_seconds=1.0, backward_seconds=2.0)
+        for timing in own.timings
+    ]
+    own = msgspec.structs.replace(own, timings=slowed)
+    msgspec.structs.replace(found, devices=[own, worker]).to_yaml(path)
+    module = TinyModule()
+    with caplog.at_level(logging.INFO):
+        strategy = HeteroPipelineStrategy(workers[:1], "auto", micro_batches=2)
+        profiled(module, strategy, path)
+    assert "layers 0 to 4 and the head on" in caplog.text
+    plain = fit(TinyModule(), data=loader(8, 2), accumulate_grad_batches=2)
+    assert differing(module, plain) == []
 
 
 @repeats(

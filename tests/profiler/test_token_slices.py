@@ -111,7 +111,7 @@ def measured(whole: Example, layers: list[nn.Module], num_slices: int) -> list[T
         for recompute in (False, True):
             around = replace(each.surroundings, calls=[each.calls[0]])
             shape = tuple(each.hidden.shape)
-            trial = LayerTrial(0, shape, torch.float32, True, around, recompute, None, True, 0.0)
+            trial = LayerTrial(shape, torch.float32, True, around, recompute, None, True, 0.0)
             job = LayerJob("float32", size, "layer", recompute)
             found.append(timing_of(job, bench.measure_layer(trial)))
     return of_mean_slices(found, examples)

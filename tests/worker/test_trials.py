@@ -6,6 +6,7 @@ import contextlib
 import socket
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from typing import cast
 
 import pytest
@@ -48,11 +49,10 @@ def coordinator() -> Iterator[Coordinator]:
 
 def layer_trial(number: int = 3, width: int = 16) -> LayerTrial:
     return LayerTrial(
-        number=number,
         hidden_shape=(2, 5, width),
         hidden_dtype=torch.float32,
         wants_gradient=True,
-        surroundings=Surroundings(True, None, [CALL]),
+        surroundings=Surroundings(True, None, [replace(CALL, layer_index=number)]),
         recompute=False,
         dtype=None,
         converts_weights=True,

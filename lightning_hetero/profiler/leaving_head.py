@@ -1,0 +1,245 @@
+"""Whether the head may be on a worker, and the head as workers measure it.
+
+The head may leave if workers know its classes (`find_head`), and if the run does nothing that a
+worker with the head refuses. This has two tests. Dry runs of ``training_step``, and of
+``validation_step`` if the run validates, have the head away as in a real run, with a made-up loss
+and made-up logits. Refusals end them, and logits in the result of a training or in an attribute are
+noticed at their end. Code may also act on some batches only: so some names in the user's classes
+and callbacks keep the head here too.
+"""
+
+from __future__ import annotations
+
+import gc
+import hashlib
+import logging
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor
+
+from .._lightning import pl
+from ..errors import ModelError
+from ..model.head import LabelsSeen, find_head
+from ..model.hollow import HollowLayers
+from ..model.layer_call import LayerCall
+from ..model.layers import LOGITS_LAYER, DecoderLayer, check_layers_stand_alone
+from ..model.placeholders import HiddenStatesAway, instances_in, is_away
+from ..model.recipe import write_recipe
+from ..model.tensors import gradient_bytes, named_tensors, stored_bytes
+from ..pipeline.bench import LayerTrial
+from ..pipeline.boundary import Surroundings
+from ..pipeline.handover import surroundings_here
+from ..pipeline.stage_layers import describe_parameters
+from ..protocol import messages as m
+from ..protocol.frames import Content
+from .embedding_and_head import EndsRunner
+from .named_in_code import own_methods, said_in
+
+logger = logging.getLogger(__name__)
+
+# The beginnings of the names of methods for evaluations, in which logits are here.
+_EVALUATING = ("validation_", "test_", "predict_", "on_validation_", "on_test_", "on_predict_")
+_LOGITS = "logits"
+# A worker with the head refuses these in evaluations too.
+_REFUSED = frozenset(
+    {
+        *("generate", "logits_to_keep", "output_attentions", "output_hidden_states"),
+        "output_router_logits",
+    }
+)
+# Logits, their copy in float32, and a gradient of each.
+_COPIES_OF_LOGITS = 4
+_DIGITS = 8
+
+
+def head_setting(module: pl.LightningModule, layers: Sequence[DecoderLayer], is_cut: bool) -> str:
+    """Whether the head could leave by its class and by the user's code, for the settings of a
+    profile. The code of the steps belongs to it: it decides the answer of the dry runs.
+
+    Args:
+        module: The LightningModule.
+        layers: All its decoder layers.
+        is_cut: Whether ``training_step`` runs on each micro-batch.
+    """
+    if not is_cut or _head_of(module, layers) is None:
+        return ""
+    steps = [type(module).training_step]
+    if module.trainer.enable_validation:
+        steps.append(type(module).validation_step)
+    digest = hashlib.sha256(repr([*map(said_in, steps)]).encode()).hexdigest()
+    return f"could leave {digest[:_DIGITS]}"
+
+
+def _head_of(
+    module: pl.LightningModule, layers: Sequence[DecoderLayer]
+) -> dict[int, DecoderLayer] | None:
+    """The parts of the head by their numbers, or None if its class or the user's code keeps it."""
+    if _is_named(module):
+        return None
+    try:
+        found = find_head(module, layers, has_embedding=False)
+        check_layers_stand_alone(module, [list(found.values())])
+    except ModelError:
+        return None
+    return found
+
+
+def _is_named(module: pl.LightningModule) -> bool:
+    """Whether the user's code names what a worker with the head refuses."""
+    callbacks: list[Any] = module.trainer.callbacks  # type: ignore[attr-defined]
+    return any(
+        bool(_REFUSED & said) or (_LOGITS in said and not name.startswith(_EVALUATING))
+        for name, said in own_methods([type(module), *map(type, callbacks)])
+    )
+
+
+@dataclass(frozen=True)
+class HeadSample:
+    """The head as workers measure it, with made-up weights.
+
+    Args:
+        content: The message for a worker to build it.
+        trials: For each size of a micro-batch the trial of a forward and a backward.
+        weight_bytes: Its weights.
+        gradient_bytes: Their gradients.
+        logits_bytes_per_sample: The logits, in the dtype of the hidden states.
+    """
+
+    content: Content
+    trials: Mapping[int, LayerTrial]
+    weight_bytes: int
+    gradient_bytes: int
+    logits_bytes_per_sample: int
+
+    def bytes_at(self, size: int) -> int:
+        """About the memory that a trial takes."""
+        itemsize = self.trials[size].hidden_dtype.itemsize
+        wide = max(1, torch.float32.itemsize // itemsize) * self.logits_bytes_per_sample
+        return self.weight_bytes + self.gradient_bytes + _COPIES_OF_LOGITS * size * wide
+
+    @property
+    def bytes_of_optimizer(self) -> int:
+        """About the memory that a trial of the optimizer takes."""
+        return self.weight_bytes + 4 * self.gradient_bytes
+
+
+def head_sample(runner: EndsRunner, batches: Mapping[int, Any]) -> HeadSample | None:
+    """The head of a model, if it may leave.
+
+    Args:
+        runner: Runs ``training_step`` while the layers are idle.
+        batches: Micro-batches by their sizes.
+    """
+    parts = _head_of(runner.module, runner.layers)
+    if parts is None:
+        return None
+    found: dict[int, tuple[Tensor, Surroundings]] = {}
+    try:
+        for size, batch in batches.items():
+            found[size] = _called(runner, parts, batch)
+        if runner.module.trainer.enable_validation:
+            with _away(runner, parts, _NoWorker(parts)):
+                runner.result(batches[min(batches)], evaluates=True)
+    except Exception as error:
+        # With the head here the same step may run well, so the error says only this.
+        logger.debug("The head stays with the coordinator: %s", error)
+        return None
+    modules = {number: part.module for number, part in parts.items()}
+    parameters = [p for module in modules.values() for p in module.parameters()]
+    buffers = {
+        f"{number}.{name}": buffer
+        for number, module in modules.items()
+        for name, buffer in module.named_buffers(remove_duplicate=False)
+    }
+    recipe = write_recipe(runner.module, [*parts.items()])
+    prepare = m.PrepareLayers(recipe.to_json(), describe_parameters(modules), [*buffers])
+    size, (hidden, _) = min(found.items())
+    num_rows = modules[LOGITS_LAYER].get_parameter("weight").shape[0]
+    return HeadSample(
+        (prepare, [*buffers.values()]),
+        {size: _trial(*each) for size, each in found.items()},
+        stored_bytes(modules),
+        gradient_bytes(parameters),
+        hidden.shape[:-1].numel() * num_rows * hidden.itemsize // size,
+    )
+
+
+def _trial(hidden: Tensor, around: Surroundings) -> LayerTrial:
+    """The trial of the head; its patience is set later."""
+    return LayerTrial(
+        hidden_shape=tuple(hidden.shape),
+        hidden_dtype=hidden.dtype,
+        wants_gradient=True,
+        surroundings=around,
+        recompute=False,
+        dtype=None,
+        converts_weights=True,
+        patience_seconds=0.0,
+    )
+
+
+def _called(
+    runner: EndsRunner, parts: Mapping[int, DecoderLayer], batch: Any
+) -> tuple[Tensor, Surroundings]:
+    """The hidden states and the calls for a worker with the head, of a micro-batch.
+
+    Raises:
+        ModelError: If ``training_step`` takes more than one loss.
+    """
+    worker = _NoWorker(parts)
+    with _away(runner, parts, worker):
+        result = runner.result(batch)
+        is_returned = any(map(is_away, instances_in(result, Tensor)))
+        if is_returned or len(worker.asked) != 1 or worker.num_logits:
+            raise ModelError("The `training_step` does not take one loss of the model alone.")
+        del result
+        gc.collect()
+        if any(type(each) is HiddenStatesAway for each in gc.get_objects()):
+            raise ModelError("The `training_step` keeps logits.")
+    return worker.asked[0]
+
+
+@contextmanager
+def _away(
+    runner: EndsRunner, parts: Mapping[int, DecoderLayer], worker: _NoWorker
+) -> Iterator[None]:
+    """Inside, the head is away as in a run."""
+    hollow = HollowLayers(parts, worker.exchange, worker)
+    hollow.check()
+    held = named_tensors({number: part.module for number, part in parts.items()})
+    # A parameter stays the same object, so another one keeps its content.
+    content = {name: tensor.detach() for name, tensor in held}
+    with ExitStack() as undo:
+        undo.callback(hollow.refill, content)
+        hollow.hollow()
+        undo.callback(LabelsSeen().hand_over_loss(runner.module, runner.layers))
+        yield
+        hollow.check_finished()
+
+
+class _NoWorker:
+    """Stands for a worker with the head: it notes calls for a loss, and makes up the answers."""
+
+    def __init__(self, parts: Mapping[int, DecoderLayer]) -> None:
+        self.asked: list[tuple[Tensor, Surroundings]] = []
+        self.num_logits = 0
+        self._num_rows = parts[LOGITS_LAYER].module.get_parameter("weight").shape[0]
+
+    def exchange(
+        self, hidden: Tensor, calls: list[LayerCall], kinds: list[str], _entering: object
+    ) -> tuple[Tensor, Iterable[tuple[str, Tensor]]]:
+        around = surroundings_here(hidden, calls, kinds)
+        if around.has_loss:
+            self.asked.append((torch.empty_like(hidden, device="meta"), around))
+            return hidden.float().mean(), []
+        self.num_logits += 1
+        return hidden.new_zeros(*hidden.shape[:-1], self._num_rows), []
+
+    def fetch(self, *_args: object) -> NoReturn:
+        raise ModelError("The head's weights are away in a dry run.")
+
+    store = fetch
