@@ -5,6 +5,7 @@ from __future__ import annotations
 import heapq
 import random
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import count
 from typing import Any
 
@@ -14,7 +15,7 @@ from lightning_hetero.errors import PlanError
 from lightning_hetero.pipeline.rule import Action, Key, choose
 from lightning_hetero.pipeline.slice_cut import Work, cut_by_work
 from lightning_hetero.plan import COORDINATOR, Plan, StagePlan
-from lightning_hetero.planner.feasibility import candidate_of, shortages
+from lightning_hetero.planner.feasibility import candidate_of, candidate_with, shortages
 from lightning_hetero.planner.profile import (
     EMBEDDING,
     HEAD,
@@ -255,6 +256,20 @@ def test_the_coordinator_holds_whole_sequences_at_its_ends() -> None:
     own = need_of(True, 16, head, own_layers=2).need(COORDINATOR)
     graphs = 2 * (SAVED * TOKENS + sum(attended(*each) for each in cuts(16)))
     assert own.in_flight == pytest.approx(few.in_flight + graphs + 2 * 2 * KEYS)
+
+
+@pytest.mark.parametrize("num_slices", [1, 16])
+def test_a_worker_has_the_logits_of_one_slice(num_slices: int) -> None:
+    head_bytes = 1000 * TOKENS
+    without = need_of(True, num_slices, head_bytes)
+    plan = without.plan()
+    stages = [replace(stage, head=True) for stage in plan.stages]
+    away = candidate_with(replace(plan, stages=stages), without.costs)
+    longest = cuts(num_slices)[0][1]
+    more = away.need("a").working - without.need("a").working
+    assert more == pytest.approx(1000 * longest)
+    assert away.need("a").in_flight == pytest.approx(without.need("a").in_flight)
+    assert away.need(COORDINATOR).total < head_bytes
 
 
 # Choices.
