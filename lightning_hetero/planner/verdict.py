@@ -398,8 +398,7 @@ def advise(candidate: Candidate, search: Search) -> list[Advice]:
 
 def _slow_head(candidate: Candidate) -> Iterator[Advice]:
     """Advice on the head, if a step is shorter with the head on the last worker."""
-    is_sliced = candidate.costs.profile.model.slices is not None
-    away = None if is_sliced else with_head_away(candidate)
+    away = with_head_away(candidate)
     if away is None or away.step_seconds > candidate.step_seconds * (1 - LEAST_GAIN):
         return
     less = in_percent(1 - away.step_seconds / candidate.step_seconds)

@@ -373,6 +373,21 @@ def test_the_shortage_counts_tokens_of_a_slice() -> None:
     of = sliced(6, workers(timings=layer, memory_bytes=2**24), coordinator(ends()))
     with pytest.raises(PlanError, match="with about 16 tokens in a slice"):
         solve(of)
-    of = sliced(6, workers(), coordinator(ends(head_bytes=2**40)))
-    with pytest.raises(PlanError, match="or use shorter sequences, a smaller batch"):
+
+
+@pytest.mark.follows("a plan of your own with `head: true` in the last stage")
+def test_a_head_too_large_for_the_coordinator_fits_in_slices_on_a_worker() -> None:
+    of = sliced(6, workers(memory_bytes=2 * GIB), coordinator(ends(head_bytes=8 * GIB)))
+    said = "plan of your own with `head: true` in the last stage, shorter sequences, a smaller"
+    with pytest.raises(PlanError, match=said):
         solve(of)
+    first, last = StagePlan(["a"], (0, 3)), StagePlan(["b"], (3, 6), head=True)
+    assert shortages(candidate_of(Plan([first, last], 64), of)) == []
+    assert shortages(candidate_of(Plan([first, last], 1), of))
+
+
+def test_the_verdict_names_a_slow_head() -> None:
+    parts = [Part(EMBEDDING, 0), Part(HEAD, 8), Part("layer", 0)]
+    of = sliced(8, workers(), coordinator(ends(head=20)), model_options={"parts": parts})
+    said = " ".join(sentences(judge(solve(of))))
+    assert "or write `head: true` into the last stage, with which a step takes" in said
