@@ -10,6 +10,7 @@ from typing import NoReturn
 
 from torch import Tensor, nn
 
+from ..devices.main_memory import give_back_free_memory
 from ..errors import HeteroError, ModelError, RemoteProtocolError, WeightsLost
 from ..events import Observers
 from ..model.hollow import no_copy
@@ -32,6 +33,7 @@ from .member import Member
 from .progress import Progress, PublishedProgress
 from .requests import Answer, Requests
 from .roster import What
+from .run_part import Loaded
 from .tensor_transfers import TensorLoad, send_all
 from .worker_stages import Holdings, RemoteStage, numbered_stages, owners_of
 
@@ -145,6 +147,8 @@ class RemoteLayers:
             if answering[name] == worker.name:
                 owner_of[name] = worker
             yield name
+        # What was read for workers has left holes in the heap.
+        give_back_free_memory()
         launched = [
             connections.requests.send(worker, m.Launch()) for worker in list(connections.members)
         ]
@@ -262,13 +266,11 @@ class RemoteLayers:
         for _ in send_all(loads, self.hear):
             pass
 
-    def _contents_for(
-        self, names: Sequence[str], tensors: Mapping[str, Tensor]
-    ) -> list[tuple[str, Tensor, State]]:
+    def _contents_for(self, names: Sequence[str], tensors: Mapping[str, Tensor]) -> list[Loaded]:
         """The new content of tensors, each with its state."""
         layers = self.holdings.layers
-        contents = [(name, tensors[name], state_in(tensors, name)) for name in names]
-        for name, _, state in contents:
+        contents = [Loaded(name, tensors[name], state_in(tensors, name)) for name in names]
+        for name, _, state, *_ in contents:
             if stored_in_four_bits(layers, name) and not state:
                 raise ModelError(
                     f"The tensor {name!r} is stored in 4 bits, and its new content comes without "

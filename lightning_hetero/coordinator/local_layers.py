@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext, suppress
+from dataclasses import replace
 from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any
 
@@ -139,13 +140,17 @@ class _Recomputed(ForwardOverride):
             return self.below(*args, **kwargs)
         # A second forward must not find the first one's entries in a cache.
         args, kwargs = without_cache(self.module, args, kwargs)
-        return run_with_arguments_kept(
-            self.below,
-            args,
-            kwargs,
-            self._has_own_code,
-            context_fn=lambda: (nullcontext(), PythonStreams()),
-        )
+        return run_again_here(self.below, args, kwargs, self._has_own_code)
+
+
+def run_again_here(
+    run: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], has_own_code: bool
+) -> Any:
+    """Call a layer and keep only its arguments; it runs again in the backward, and draws the same
+    random numbers. See `run_with_arguments_kept`."""
+    return run_with_arguments_kept(
+        run, args, kwargs, has_own_code, context_fn=lambda: (nullcontext(), PythonStreams())
+    )
 
 
 def prepare_own(
@@ -165,6 +170,9 @@ def prepare_own(
         slices: Cuts the layers' forwards along the tokens; None without cuts.
     """
     local = [stage for stage in plan.stages if stage.is_local]
+    if slices is not None:
+        # They run again slice by slice.
+        local = [replace(stage, recompute=False) for stage in local]
     return [*adjust_own(layers, local), *seed_own(_own_layers(root, layers, plan), draws, slices)]
 
 

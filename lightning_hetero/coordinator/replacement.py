@@ -681,8 +681,8 @@ class Replacements(RunPart):
         stages, names = self._layers.holdings.stages_of(worker), self._files.names(worker.number)
         for stage in stages:
             missing = {name for name in stage.names if name not in names}
-            for name, tensor, state in stage.contents(missing):
-                yield Frame(m.LoadTensor(name, list(state)), (tensor, *state.values()))
+            for each in stage.contents(missing):
+                yield Frame(each.message, (each.tensor, *each.state.values()))
 
     def _relink(self, lost: Collection[Member]) -> None:
         """Let the others talk to new processes, and send them again their kept messages.

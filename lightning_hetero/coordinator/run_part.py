@@ -7,12 +7,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torch import Tensor
 
 from ..errors import HeteroError, WorkerLost
 from ..model.stored import State
+from ..protocol import messages as m
 
 if TYPE_CHECKING:
     from ..pipeline.journal import Journal
@@ -21,7 +22,31 @@ if TYPE_CHECKING:
 # The source of a worker's tensor: a worker, maybe itself, or None for this process.
 Sources = Mapping[tuple[str, "Member"], "Member | None"]
 
-Contents = Iterator[tuple[str, Tensor, State]]
+
+class Loaded(NamedTuple):
+    """A tensor for a worker, or some of its rows.
+
+    Args:
+        name: The name of the tensor.
+        tensor: Its content.
+        state: The other tensors of a tensor in 4 bits, by their names.
+        row: The number of the first row in ``tensor``; None for a whole tensor.
+        is_end: Whether the tensor is complete with it.
+    """
+
+    name: str
+    tensor: Tensor
+    state: State
+    row: int | None = None
+    is_end: bool = True
+
+    @property
+    def message(self) -> m.LoadTensor:
+        """The message that brings it."""
+        return m.LoadTensor(self.name, list(self.state), self.row)
+
+
+Contents = Iterator[Loaded]
 
 
 class RunPart:

@@ -110,13 +110,13 @@ class SnapshotFiles:
         path = self.folder / f"{worker}-base-{self._num_bases}"
         sent = self._sent[worker] = {}
         try:
-            for name, tensor, state in contents:
-                if is_wanted(name):
-                    said = m.LoadTensor(name, list(state))
-                    for buffer in encode_frame(Frame(said, (tensor, *state.values()))):
+            for each in contents:
+                if is_wanted(each.name):
+                    frame = Frame(each.message, (each.tensor, *each.state.values()))
+                    for buffer in encode_frame(frame):
                         self._writer.submit(self._append, path, buffer).result()
-                    sent[name] = path
-                yield name, tensor, state
+                    sent[each.name] = path
+                yield each
         except OSError as error:
             raise _not_written(path, error) from None
 

@@ -12,13 +12,11 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
 
-from torch import Tensor
-
-from ..model.stored import State
 from ..model.tensors import Content
 from ..protocol import messages as m
 from .member import Member
 from .requests import Answer
+from .run_part import Contents
 
 # The most tensors under way to a worker: two of any size, or more small ones up to the load of a
 # link of 1 Gbit/s within 60 ms.
@@ -39,7 +37,7 @@ class TensorLoad:
 
     Args:
         worker: The receiver.
-        contents: Names, tensors and states, read one by one.
+        contents: Tensors, or rows of them, read one by one.
         send: Sends a worker a request.
         is_packed_there: Whether the worker packs a tensor with this name that comes without state;
             it has memory for one such tensor at a time.
@@ -47,7 +45,7 @@ class TensorLoad:
     """
 
     worker: Member
-    contents: Iterator[tuple[str, Tensor, State]]
+    contents: Contents
     send: Callable[..., Answer]
     is_packed_there: Callable[[str], bool] = lambda _name: False
     built: Answer | None = None
@@ -71,18 +69,17 @@ class TensorLoad:
         return [*filter(None, [self.built]), *(answer for *_, answer in self._under_way)]
 
     def send_next(self) -> Iterator[str]:
-        """Read and send the next tensor, if the worker can take it; yields its name then."""
+        """Read and send the next tensor, or some rows of it, if the worker can take it; yields its
+        name then, and an empty name if further rows follow."""
         if not self._has_room():
             return
         found = next(self.contents, None)
         if found is None:
             self._is_read = True
             return
-        name, tensor, state = found
-        message = m.LoadTensor(name, list(state))
-        answer = self.send(self.worker, message, tensor, *state.values())
-        self._under_way.append((name, Content(tensor, state), answer))
-        yield name
+        answer = self.send(self.worker, found.message, found.tensor, *found.state.values())
+        self._under_way.append((found.name, Content(found.tensor, found.state), answer))
+        yield found.name if found.is_end else ""
 
     def take(self) -> None:
         """Note the arrived answers."""
@@ -174,7 +171,8 @@ def send_all(
             for load in left:
                 for name in load.send_next():
                     has_sent = True
-                    yield load.worker, name
+                    if name:
+                        yield load.worker, name
             left = [load for load in left if not load.is_done]
             if left and not has_sent:
                 hear(sum(load.bytes_under_way for load in left))

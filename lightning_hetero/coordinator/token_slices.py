@@ -23,7 +23,7 @@ from ..errors import BatchError, ModelError, PlanError
 from ..model.head import HeadLoss
 from ..model.kv_cache import cache_index
 from ..model.layer_call import LayerCall, caches_among, take_hidden, without_cache
-from ..model.layers import EMBEDDING_LAYER, NORM_LAYER, describe_layer, is_end
+from ..model.layers import EMBEDDING_LAYER, NORM_LAYER, describe_layer, has_own_code, is_end
 from ..pipeline.boundary import Activation
 from ..pipeline.handover import Request
 from ..pipeline.microbatch import CheckFirstBatch
@@ -43,6 +43,7 @@ from ..pipeline.tolerance import GRADIENTS, HIDDEN_STATES, Rounding, end_or_warn
 from ..pipeline.trial_slices import TRIED_SLICES, loss_difference, tried_in_slices
 from ..plan import Plan, StagePlan
 from ..protocol.tensor_bytes import DTYPES
+from .local_layers import run_again_here
 
 # The trial takes the memory of one layer, forward and backward, for so many tokens.
 _MOST_TRIED = 2048
@@ -68,8 +69,9 @@ def check_can_be_sliced(layers: Mapping[int, nn.Module], plan: Plan) -> None:
         if any(getattr(layer, "gradient_checkpointing", False) for layer in own):
             raise ModelError(
                 f"The model checkpoints gradients, and layers {list(stage.layers)} are with the "
-                "coordinator, where slices along the tokens cannot run again. Give them to "
-                f"workers, or switch it off. {REMEDY}"
+                "coordinator, where slices along the tokens run again only by the plan. Write "
+                "`recompute: true` for them, give them to workers, or switch it off. "
+                f"{REMEDY}"
             )
         if (found := _refused_key(stage)) is not None:
             raise PlanError(
@@ -85,8 +87,6 @@ def _refused_key(stage: StagePlan) -> str | None:
         return f"several workers ({', '.join(stage.workers)})"
     if stage.compile:
         return "`compile: true`"
-    if stage.recompute and stage.is_local:
-        return f"`recompute: {str(stage.recompute).lower()}` for the coordinator's layers"
     return None
 
 
@@ -110,6 +110,13 @@ class TokenSlices:
         self.cut = SliceCut(plan.micro_batches, work)
         self._layers = layers
         self._check = check
+        # The layers here that run again in the backward, and whether code of the user's is in them.
+        self._run_again = {
+            number: has_own_code(layers[number])
+            for stage in plan.stages
+            if stage.is_local and stage.recompute
+            for number in stage.layer_indices
+        }
         self._dtypes = [DTYPES[stage.dtype] for stage in plan.stages if stage.dtype is not None]
         # The layers that have passed the trial.
         self._tried: set[int] = set()
@@ -265,8 +272,8 @@ class TokenSlices:
         if torch._C._current_graph_task_id() != -1:
             raise ModelError(
                 f"The forward of layer {number} runs again in the backward. Under "
-                "`micro_batching='tokens'` the coordinator's layers cannot run again: leave out "
-                "your own checkpointing, or give the layer to a worker with `recompute: true`."
+                "`micro_batching='tokens'` the coordinator's layers run again only by the plan: "
+                "leave out your own checkpointing, and write `recompute: true` for the layer."
             )
         layer = self._layers[number]
         hidden, args, kwargs, place = take_hidden(number, args, kwargs)
@@ -282,8 +289,14 @@ class TokenSlices:
         for index, (each, piece) in enumerate(zip(slices, pieces, strict=True)):
             seed(index)
             one, cut = SlicePass(keys), each.cut_call(call, layer)
-            results.append(one.calling(run, cut, layer)(piece))
+            called = one.calling(run, cut, layer)
+            if number in self._run_again:
+                result = run_again_here(called, (piece,), {}, self._run_again[number])
+            else:
+                result = called(piece)
+            results.append(result)
             one.end_forward()
+        keys.cut_graph()
         return _joined(results, number)
 
     def _check_cache(self, number: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from itertools import compress
@@ -11,7 +11,7 @@ from types import MappingProxyType
 
 import torch
 from lightning_utilities.core.rank_zero import rank_zero_info
-from torch import Tensor, nn
+from torch import nn
 
 from ..devices.device import needs_triton
 from ..errors import WorkerError
@@ -19,7 +19,6 @@ from ..model.custom_layers import BlocksRecipe
 from ..model.layers import DecoderLayer
 from ..model.placeholders import training_flags
 from ..model.recipe import Recipe, write_recipe
-from ..model.stored import State
 from ..model.tensors import (
     UnreadWeights,
     dtypes_on_stage,
@@ -38,6 +37,7 @@ from ..protocol import messages as m
 from ..protocol.tensor_bytes import DTYPES, dtype_name
 from .answer_checks import HeldTensor
 from .member import Member
+from .run_part import Contents, Loaded
 
 NOBODY: Mapping[str, int] = MappingProxyType({})
 
@@ -64,7 +64,7 @@ class RemoteStage:
 
     recipe: Recipe | BlocksRecipe
     layers: Mapping[int, nn.Module]
-    contents: Callable[..., Iterator[tuple[str, Tensor, State]]]
+    contents: Callable[..., Contents]
     recompute: Recompute
     dtype: Dtype | None = None
     weights_dtype: torch.dtype | None = None
@@ -200,7 +200,7 @@ def remote_stages(
         RemoteStage(
             recipe=write_recipe(root, list(layers.items())),
             layers=(modules := {number: layer.module for number, layer in layers.items()}),
-            contents=partial(_contents, modules, weights),
+            contents=partial(contents_of, modules, weights),
             recompute=stage.recompute or _checkpoints_gradients(layers),
             dtype=stage.dtype,
             weights_dtype=weights_dtype_of(stage),
@@ -216,11 +216,11 @@ def remote_stages(
     ]
 
 
-def _contents(
+def contents_of(
     layers: Mapping[int, nn.Module],
     weights: UnreadWeights | None,
     names: Collection[str] | None = None,
-) -> Iterator[tuple[str, Tensor, State]]:
+) -> Contents:
     """The layers' tensors, from here where they are here, else from the checkpoint.
 
     Args:
@@ -233,9 +233,13 @@ def _contents(
             continue
         if tensor.is_meta and weights is not None:
             owner, leaf, _ = locate(layers, name)
-            yield name, *weights.read(owner, leaf, for_worker=True)
+            if (rows := weights.rows(owner, leaf)) is None:
+                yield Loaded(name, *weights.read(owner, leaf, for_worker=True))
+                continue
+            for row, some in rows:
+                yield Loaded(name, some, {}, row, row + len(some) == len(tensor))
         else:
-            yield name, tensor, state
+            yield Loaded(name, tensor, state)
 
 
 def _checkpoints_gradients(layers: dict[int, DecoderLayer]) -> bool:

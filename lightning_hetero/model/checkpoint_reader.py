@@ -45,6 +45,11 @@ _COMPANION = re.compile(
 
 _MOST_NAMED = 5
 
+LARGE_BYTES = 2**25
+"""A tensor of so many bytes is read some rows at a time."""
+PIECE_BYTES = 2**22
+"""About the bytes of these rows."""
+
 
 @dataclass(frozen=True)
 class StoredTensor:
@@ -151,6 +156,14 @@ def _load(opened: Any, key: str) -> Tensor:
     # are in use, and the pages count as this process's memory until the file is closed.
     tensor: Tensor = opened.get_tensor(key).clone()
     return tensor
+
+
+def _rows_of(entry: StoredTensor, most: int) -> Iterator[tuple[int, Tensor]]:
+    for row in range(0, entry.shape[0], most):
+        # The pages of a mapped file count as this process's memory until the file is closed.
+        with _opened(entry.file) as opened:
+            rows = opened.get_slice(entry.key)[row : row + most].clone()
+        yield row, rows
 
 
 @contextmanager
@@ -264,6 +277,16 @@ class Checkpoint:
             for suffix, companion in origin.entries[0].companions.items():
                 tensors[suffix] = load(companion)
         return tensors
+
+    def rows(self, name: str) -> Iterator[tuple[int, Tensor]] | None:
+        """Read a large tensor of the model some rows at a time, each with the number of its first
+        row; None for a small tensor, or one that is merged, split or in 4 bits."""
+        origin = self._origins[self._stored_name[name]]
+        entry = origin.entries[0]
+        num_bytes = math.prod(entry.shape) * _FLOAT_BYTES.get(entry.dtype, 1)
+        if origin.rule is not None or entry.companions or num_bytes < LARGE_BYTES:
+            return None
+        return _rows_of(entry, max(1, entry.shape[0] * PIECE_BYTES // num_bytes))
 
     def _tie(self, names: Sequence[str]) -> None:
         """Let tied names without a tensor on disk read a stored one."""

@@ -95,6 +95,15 @@ class CheckpointWeights:
             return content, {}
         return stored.pack(owner, leaf, content)
 
+    def rows(self, owner: nn.Module, leaf: str) -> Iterator[tuple[int, Tensor]] | None:
+        """Read a large parameter's content some rows at a time, each with the number of its first
+        row; None for a parameter to be read as a whole."""
+        parameter: Any = owner._parameters[leaf]
+        if format_of(owner, leaf) is not None:
+            return None
+        found = self._checkpoint.rows(self._names[parameter])
+        return found and ((row, content.to(parameter.dtype)) for row, content in found)
+
     def end_run(self) -> None:
         """Forget the parameters trained by the run: the checkpoint has other values."""
         self.is_deployed = False

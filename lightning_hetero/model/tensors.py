@@ -201,6 +201,10 @@ class UnreadWeights(Protocol):
     def read(self, owner: nn.Module, leaf: str, *, for_worker: bool) -> tuple[Tensor, State]:
         """Read a parameter's content as its module stores it, with the state if it has one."""
 
+    def rows(self, owner: nn.Module, leaf: str) -> Iterator[tuple[int, Tensor]] | None:
+        """Read a large parameter's content some rows at a time, each with the number of its first
+        row; None for a parameter to be read as a whole."""
+
     def end_run(self) -> None:
         """Forget the parameters trained by the run."""
 

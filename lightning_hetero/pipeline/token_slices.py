@@ -21,6 +21,7 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
+from itertools import chain
 from typing import Any
 
 import torch
@@ -288,13 +289,13 @@ class _Joined(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, own: Tensor, kept: _Kept, start: int) -> Tensor:
-        ctx.kept, ctx.start = kept, start
+        ctx.layer_tokens, ctx.start = kept, start
         return kept.put(own, start)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        return ctx.kept.pass_back(gradient, ctx.start), None, None
+        return ctx.layer_tokens.pass_back(gradient, ctx.start), None, None
 
 
 @dataclass
@@ -325,9 +326,15 @@ class _Kept:
         if self.is_cut:
             joined: Tensor = _Joined.apply(own, self, start)  # type: ignore[no-untyped-call]
             return joined
-        past = [] if self._tokens is None else [self._tokens]
-        self._tokens = torch.cat([*past, own.movedim(-2, 0)])
-        return self._tokens.movedim(0, -2)
+        known = own.new_empty(0) if self._tokens is None else self._tokens
+        total = torch.cat([*([known[:start]] if start else []), own.movedim(-2, 0)])
+        if len(known) == start:  # otherwise the layer runs again
+            self._tokens = total
+        return total.movedim(0, -2)
+
+    def cut_graph(self) -> None:
+        """Let the graph go, with all slices in it; a layer may run again."""
+        self._tokens = None if self._tokens is None else self._tokens.detach()
 
     def put(self, own: Tensor, start: int) -> Tensor:
         """Keep the tokens of a slice; returns all up to it, without a copy."""
@@ -354,7 +361,7 @@ class _Kept:
             if len(later) != len(total):
                 raise ModelError(
                     f"A slice of a sequence has a gradient of {len(total)} keys, and later slices "
-                    f"have one of {len(later)}. {REMEDY}"
+                    f"have one of {len(later)}."
                 )
             total = later.add_(total)
         # A copy, so the gradients of later tokens leave the memory.
@@ -439,6 +446,12 @@ class SequenceKeys:
     def note_come(self, number: int, end: int) -> None:
         """A layer has the keys and values up to a token."""
         self._come[number] = end
+
+    def cut_graph(self) -> None:
+        """Let the graph go after the last slice: it may hold functions with these keys, and the
+        collector cannot see through a graph."""
+        for each in chain.from_iterable(self._layers.values()):
+            each.cut_graph()
 
     @property
     def have_gradients(self) -> bool:

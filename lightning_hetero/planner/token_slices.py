@@ -78,12 +78,6 @@ class SliceHolder(Holder):
         self._attended = self._attended + slices.pair_bytes * lengths * stops
         self._num_tokens = num_tokens
 
-    @property
-    def options(self) -> list[Option]:
-        """The ways of a stage; on slices the coordinator's layers do not run again."""
-        every = super().options
-        return [e for e in every if not e.recompute] if self.is_coordinator else every
-
     def need(self, option: Option, first: Index, end: Index, in_flight: Numbers) -> Need:
         """The memory need of a stage, with all slices in flight."""
         plain = super().need(option, first, end, in_flight)
@@ -104,7 +98,7 @@ class SliceHolder(Holder):
         if not option.recompute:
             graphs = self._saved(option, first, end) * self._whole
             held = held + graphs + num_layers * self._attended.sum()
-        elif option.recompute == "layers":
+        elif not self._recomputes_stage(option):
             held = held + option.input_bytes * self._whole * num_layers
         elif EMBEDDING not in self.ends:
             held = held + activation * np.minimum(num_layers, 1)
@@ -121,13 +115,13 @@ class SliceHolder(Holder):
         # slices, and earlier tokens get a copy of the sum.
         scratch = option.scratch(first, end) * self._longest
         working = scratch + self._attended.max() + 2 * keys
-        if option.recompute == "layers":
-            largest = option.peak(first, end) * self._longest - scratch
-            working = working + largest + self._attended.max()
-        elif option.recompute:
+        if self._recomputes_stage(option):
             saved = self._saved(option, first, end)[..., None] * self._of_mean
             graphs = saved + num_layers[..., None] * self._attended
             working = working + graphs.max(axis=-1)
+        elif option.recompute:
+            largest = option.peak(first, end) * self._longest - scratch
+            working = working + largest + self._attended.max()
         working = np.where(num_layers > 0, working, 0.0)
         if not self.is_coordinator:
             # A worker's head has the logits of one slice.

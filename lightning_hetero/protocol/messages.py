@@ -305,7 +305,8 @@ class LoadTensor(LoadingRequest, frozen=True):
     """The content of one parameter or buffer.
 
     For a tensor in 4 bits the frame's other tensors are its ``state``; without state the worker
-    quantizes the content itself.
+    quantizes the content itself. With a ``row`` the frame has some rows of a large parameter from
+    this one on, and the rows of a parameter come in their order.
     """
 
     repeated = Repeated.UNTIL_SNAPSHOT
@@ -315,6 +316,7 @@ class LoadTensor(LoadingRequest, frozen=True):
     requests = "loading its weights"
     name: Name
     state: list[Name] = []
+    row: Count | None = None
 
 
 class SendTensor(Message, frozen=True):

@@ -58,6 +58,8 @@ class SessionLayers:
         self._stream = stream
         self._specs: dict[str, m.ParameterSpec] = {}
         self._missing: set[str] = set()
+        # A parameter of which some rows have come: its name, its content, and their number.
+        self._coming: tuple[str, Tensor, int] | None = None
         self.streamed: dict[int, StreamedWeights] = {}
 
     def build(self, message: m.Deploy) -> list[nn.ModuleDict]:
@@ -181,8 +183,34 @@ class SessionLayers:
 
     def _on_load_tensor(self, message: m.LoadTensor, tensors: tuple[Tensor, ...]) -> None:
         content, *parts = tensors
-        self._load(message.name, content, dict(zip(message.state, parts, strict=True)))
+        whole = content if message.row is None else self._joined(message.name, message.row, content)
+        if whole is not None:
+            self._load(message.name, whole, dict(zip(message.state, parts, strict=True)))
         self._coordinator.send(m.Done(request=message.request))
+
+    def _joined(self, name: str, row: int, rows: Tensor) -> Tensor | None:
+        """The tensor of which some rows have come, once it is complete.
+
+        Raises:
+            RemoteProtocolError: If other rows are next, or no parameter has such rows.
+        """
+        shape = self._specs[name].tensor.shape if name in self._specs else []
+        known, self._coming = self._coming, None
+        if known is None or known[0] != name:
+            known = name, rows.new_empty(shape), 0
+        _, whole, num_come = known
+        end = row + len(rows) if rows.ndim else 0
+        fits = rows.shape[1:] == whole.shape[1:] and rows.dtype == whole.dtype and whole.ndim
+        if row != num_come or not fits or not row < end <= len(whole):
+            raise RemoteProtocolError(
+                f"Rows of the shape {list(rows.shape)} came of {name!r}, of the shape {shape}, "
+                f"from row {row} on; row {num_come} is next."
+            )
+        whole[row:end] = rows
+        if end == len(whole):
+            return whole
+        self._coming = name, whole, end
+        return None
 
     def _on_update_tensors(self, message: m.UpdateTensors, tensors: tuple[Tensor, ...]) -> None:
         if len(tensors) != len(message.names):

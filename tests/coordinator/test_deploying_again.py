@@ -11,11 +11,10 @@ import pytest
 import torch
 
 from lightning_hetero.coordinator.session import Coordinator
-from lightning_hetero.coordinator.worker_stages import RemoteStage
+from lightning_hetero.coordinator.worker_stages import RemoteStage, contents_of
 from lightning_hetero.model.layer_call import LayerCall
 from lightning_hetero.model.layers import find_decoder_layers
 from lightning_hetero.model.recipe import write_recipe
-from lightning_hetero.model.tensors import named_contents
 from lightning_hetero.pipeline.boundary import Activation, Gradients, Surroundings
 from lightning_hetero.pipeline.optimizer import Group
 from lightning_hetero.pipeline.placement import Placement
@@ -52,7 +51,7 @@ def deploy(
     parts = [found[a:b] for a, b in pairwise([0, *cuts, NUM_LAYERS])]
     for part in parts:
         modules = {number: layer.module for number, layer in part}
-        contents = partial(named_contents, modules)
+        contents = partial(contents_of, modules, None)
         stages.append(RemoteStage(write_recipe(model, part), modules, contents, False))
     numbers = [[number for number, _ in part] for part in parts]
     placement = None if names is None else Placement.line(names, numbers)

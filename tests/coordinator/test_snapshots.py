@@ -6,7 +6,6 @@ import signal
 import subprocess
 import sys
 import traceback
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +13,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from lightning_hetero.coordinator.run_part import Contents, Loaded
 from lightning_hetero.coordinator.snapshots import SnapshotFiles
 from lightning_hetero.errors import CheckpointError, RemoteProtocolError, SaveError
-from lightning_hetero.model.stored import State
 from lightning_hetero.protocol import messages as m
 from lightning_hetero.protocol.frames import Frame, encode_frame
 from lightning_hetero.protocol.values import Packer
@@ -33,9 +32,9 @@ def part(**tensors: float) -> Tensor:
     return torch.frombuffer(content, dtype=torch.uint8) if content else torch.empty(0).byte()
 
 
-def sent(**tensors: float) -> Iterator[tuple[str, Tensor, State]]:
+def sent(**tensors: float) -> Contents:
     for name, value in tensors.items():
-        yield name, torch.tensor([value]), {}
+        yield Loaded(name, torch.tensor([value]), {})
 
 
 def found(files: SnapshotFiles, worker: int = 1) -> dict[str, float]:
@@ -234,6 +233,7 @@ def test_a_file_that_is_gone_is_named(number: int, tmp_path: Path) -> None:
 KILLED = """
 import os, signal, sys
 from pathlib import Path
+from lightning_hetero.coordinator.run_part import Contents, Loaded
 from lightning_hetero.coordinator.snapshots import SnapshotFiles
 
 files = SnapshotFiles(Path(sys.argv[1]))

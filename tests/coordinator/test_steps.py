@@ -17,14 +17,15 @@ from torch import Tensor, nn
 
 from lightning_hetero.coordinator.member import Member
 from lightning_hetero.coordinator.requests import Answer
+from lightning_hetero.coordinator.run_part import Loaded
 from lightning_hetero.coordinator.session import Coordinator
-from lightning_hetero.coordinator.worker_stages import RemoteStage
+from lightning_hetero.coordinator.worker_stages import RemoteStage, contents_of
 from lightning_hetero.devices.description import equipment_here
 from lightning_hetero.errors import StageFailed, WorkerError, WorkerLost
 from lightning_hetero.model.layers import find_decoder_layers
 from lightning_hetero.model.recipe import write_recipe
 from lightning_hetero.model.stored import State
-from lightning_hetero.model.tensors import named_contents, named_tensors
+from lightning_hetero.model.tensors import named_tensors
 from lightning_hetero.pipeline.boundary import Activation, Gradients
 from lightning_hetero.pipeline.optimizer import Clipping, Group
 from lightning_hetero.pipeline.rule import Key
@@ -59,7 +60,7 @@ def coordinator(layers: dict[int, nn.Module]) -> Iterator[Coordinator]:
         stages = []
         for part in (found[:2], found[2:]):
             modules = {i: layer.module for i, layer in part}
-            contents = partial(named_contents, modules)
+            contents = partial(contents_of, modules, None)
             stages.append(RemoteStage(write_recipe(model, part), modules, contents, False))
         assert len(list(made.layers.deploy(stages))) == len(list(named_tensors(layers)))
         yield made
@@ -70,7 +71,7 @@ def test_a_failure_ends_the_sending_of_weights(layers: dict[int, nn.Module]) -> 
     """However many are still to be read and sent."""
     model = tiny_llama(NUM_LAYERS)
     recipe = write_recipe(model, list(enumerate(find_decoder_layers(model))))
-    too_small = ("0.mlp.up_proj.weight", torch.zeros(1), State())
+    too_small = Loaded("0.mlp.up_proj.weight", torch.zeros(1), State())
     contents = partial(itertools.repeat, too_small, 100_000)
     with (
         worker_thread() as address,
@@ -98,7 +99,7 @@ def test_a_worker_that_lacks_something_is_refused_before_anything_is_sent(
     monkeypatch.setattr("lightning_hetero.worker.worker.equipment_here", lambda _: less)
     model = tiny_llama(NUM_LAYERS)
     recipe = write_recipe(model, list(enumerate(find_decoder_layers(model))))
-    stage = RemoteStage(recipe, layers, partial(named_contents, layers), False)
+    stage = RemoteStage(recipe, layers, partial(contents_of, layers, None), False)
     with (
         worker_thread() as address,
         closing(Coordinator([("strix", address)], Deadlines(), Identity())) as made,

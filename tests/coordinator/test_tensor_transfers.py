@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
 from types import SimpleNamespace
@@ -15,6 +14,7 @@ from torch import Tensor
 
 from lightning_hetero.coordinator.layers import RemoteLayers
 from lightning_hetero.coordinator.requests import Answer, Requests
+from lightning_hetero.coordinator.run_part import Contents, Loaded
 from lightning_hetero.coordinator.tensor_transfers import (
     MOST_SMALL_UNDER_WAY,
     MOST_UNDER_WAY,
@@ -75,14 +75,13 @@ class FakeWorker:
         self.requests.take(self, Frame(built))  # type: ignore[arg-type]
 
 
-def tensors(count: int, elements: int) -> Iterator[tuple[str, Tensor, State]]:
+def tensors(count: int, elements: int) -> Contents:
     for number in range(count):
-        yield f"{number}.weight", torch.full((1,), float(number)).expand(elements), {}
+        content = torch.full((1,), float(number)).expand(elements)
+        yield Loaded(f"{number}.weight", content, {})
 
 
-def load(
-    worker: FakeWorker, contents: Iterator[tuple[str, Tensor, State]], **options: Any
-) -> TensorLoad:
+def load(worker: FakeWorker, contents: Contents, **options: Any) -> TensorLoad:
     return TensorLoad(worker, contents, worker.requests.send, **options)  # type: ignore[arg-type]
 
 
@@ -149,7 +148,7 @@ def test_a_tensor_in_four_bits_comes_with_its_state() -> None:
     remote: Any = SimpleNamespace(holdings=SimpleNamespace(layers={0: layer}))
     with pytest.raises(ModelError, match=r"comes without '0\.weight\.absmax' and the other parts"):
         RemoteLayers._contents_for(remote, ["0.weight"], {"0.weight": state["0.weight"]})
-    [(name, content, parts)] = RemoteLayers._contents_for(remote, ["0.weight"], state)
+    [(name, content, parts, *_)] = RemoteLayers._contents_for(remote, ["0.weight"], state)
     assert name == "0.weight"
     assert content is state[name]
     assert "absmax" in parts

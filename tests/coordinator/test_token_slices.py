@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -17,6 +19,7 @@ from lightning_hetero.errors import BatchError, ModelError
 
 from ..families import tiny_model
 from ..remedies import Act, come_and_follow, follows
+from ..storages import StorageCount
 
 NUM_TOKENS = 9
 PLAN = Plan([StagePlan(["coordinator"], (0, 1))], 3)
@@ -105,6 +108,13 @@ def run_again() -> None:
     checkpoint(lambda _: layer.run(), layer.hidden, use_reentrant=False).sum().backward()
 
 
+def with_recompute(recompute: Any) -> Layer:
+    layer = Layer()
+    plan = Plan([StagePlan(["coordinator"], (0, 1), recompute)], 3)
+    layer.slices = TokenSlices({0: layer.layer}, plan, "off")
+    return layer
+
+
 def calling(*caches: DynamicCache) -> Act:
     """Calls the layer with these caches, one after the other."""
 
@@ -142,9 +152,9 @@ def test_a_filled_cache_is_refused() -> None:
             calling(DynamicCache(), DynamicCache()),
         ),
         follows(
-            "leave out your own checkpointing, or give the layer to a worker",
+            "leave out your own checkpointing, and write `recompute: true` for the layer",
             run_again,
-            lambda: Layer().run().sum().backward(),
+            lambda: with_recompute(True).run().sum().backward(),
         ),
     ],
 )
@@ -152,3 +162,31 @@ def test_what_is_refused_goes_right_by_its_remedy(
     request: pytest.FixtureRequest, wrong: Act, right: Act
 ) -> None:
     come_and_follow(request, wrong, right, None)
+
+
+@pytest.mark.parametrize("recompute", [True, "layers"])
+def test_a_layer_that_runs_again_has_the_same_bits(recompute: Any) -> None:
+    def step(kind: Any) -> list[Tensor]:
+        layer = with_recompute(kind)
+        found = layer.run()
+        inputs = [layer.hidden, *layer.layer.parameters()]
+        return [found, *torch.autograd.grad(found.square().sum(), inputs)]
+
+    expected, found = step(False), step(recompute)
+    assert all(torch.equal(mine, its) for mine, its in zip(found, expected, strict=True))
+
+
+def test_a_layer_that_runs_again_keeps_no_graph_and_is_freed() -> None:
+    def kept_bytes(recompute: bool) -> int:
+        layer = with_recompute(recompute)
+        with StorageCount() as count:
+            found = layer.run()
+        kept, module = count.live_bytes, weakref.ref(layer.layer)
+        assert found.requires_grad
+        # Without a backward too.
+        del layer, found
+        gc.collect()
+        assert module() is None
+        return kept
+
+    assert kept_bytes(True) < 0.5 * kept_bytes(False)

@@ -131,11 +131,13 @@ class HalfFrozen(Module):
             self.train_only("mlp", "v_proj")
 
 
-def read_by_layers(workers: Sequence[str], device: str, weights: Weights | None) -> Found:
+def read_by_layers(
+    workers: Sequence[str], device: str, weights: Weights | None, cut: Any = "step"
+) -> Found:
     """Most weights of the layers are frozen; layers move, and an evaluation is between."""
     again: Any = {"recompute": "layers", "weights": weights}
     first, second = line(workers, (1, 4, 5), **again), line(workers, (1, 2, 4), **again)
-    strategy = HeteroPipelineStrategy(workers, first)
+    strategy = HeteroPipelineStrategy(workers, first, micro_batching=cut)
     return result_of(
         fit(
             HalfFrozen(),
@@ -150,13 +152,16 @@ def read_by_layers(workers: Sequence[str], device: str, weights: Weights | None)
     )
 
 
-@pytest.mark.parametrize("weights", keeping(["host"], ["host", "disk"]))
+@pytest.mark.parametrize(
+    ("weights", "cut"),
+    keeping([("host", "step")], [("host", "step"), ("disk", "step"), ("host", "tokens")]),
+)
 @on_fake_device
 def test_weights_that_are_read_layer_by_layer_change_no_bit(
-    weights: Weights, first_worker: str, second_worker: str, plain_workers: list[str]
+    weights: Weights, cut: str, first_worker: str, second_worker: str, plain_workers: list[str]
 ) -> None:
-    expected = read_by_layers(plain_workers, "fake:0", None)
-    found = read_by_layers([first_worker, second_worker], "fake:1", weights)
+    expected = read_by_layers(plain_workers, "fake:0", None, cut)
+    found = read_by_layers([first_worker, second_worker], "fake:1", weights, cut)
     assert differing(found, expected) == []
 
 

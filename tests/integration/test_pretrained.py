@@ -15,13 +15,15 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 import lightning_hetero
 from lightning_hetero import HeteroPipelineStrategy, Plan, StagePlan
 from lightning_hetero.errors import ModelError
+from lightning_hetero.model import checkpoint_reader
 from lightning_hetero.model.checkpoint_reader import Checkpoint
 from lightning_hetero.protocol import messages as m
 from lightning_hetero.protocol.frames import Frame, encode_frame
 from lightning_hetero.transport import channel
 
+from ..conftest import worker_process
 from ..families import NUM_LAYERS, plan_over
-from ..models import VOCABULARY, fit, loader, trainer
+from ..models import VOCABULARY, TinyModule, fit, loader, trainer
 from ..pairwise import keeping, repeats
 from ..pretrained import (
     BATCH_SIZE,
@@ -31,6 +33,8 @@ from ..pretrained import (
     build_whole,
     save_tiny,
 )
+from .dying_worker import dying
+from .lost_runs import NEVER, assert_same_run, run
 
 NUM_STEPS = 3
 
@@ -75,6 +79,44 @@ def test_all_weights_train_and_come_back(family: str, workers: list[str], tmp_pa
     found = train(lambda: build_from_checkpoint(folder, quantize=False, lora=False), strategy)
     assert found.losses == pytest.approx(expected.losses, rel=1e-5)
     assert not [name for name, p in found.named_parameters() if p.is_meta]
+
+
+def test_weights_in_pieces_have_the_same_bits(
+    workers: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = save_tiny("llama", tmp_path)
+
+    def run() -> PretrainedModule:
+        strategy = HeteroPipelineStrategy(workers[:2], plan_over(workers))
+        return train(lambda: build_from_checkpoint(folder, quantize=False, lora=False), strategy)
+
+    whole = run()
+    monkeypatch.setattr(checkpoint_reader, "LARGE_BYTES", 0)
+    monkeypatch.setattr(checkpoint_reader, "PIECE_BYTES", 256)
+    assert run().losses == whole.losses
+
+
+@repeats("test_weights_in_pieces_have_the_same_bits")
+def test_a_lost_worker_gets_its_weights_in_pieces_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class OnDisk(TinyModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.model.save_pretrained(tmp_path / "saved")
+            self.model = lightning_hetero.from_pretrained(tmp_path / "saved")
+
+    monkeypatch.setattr(checkpoint_reader, "LARGE_BYTES", 0)
+    monkeypatch.setattr(checkpoint_reader, "PIECE_BYTES", 256)
+    with worker_process() as first, worker_process() as second:
+        names = [first.address, second.address]
+        expected = run(names, tmp_path / "calm", NEVER, module=OnDisk)
+    died = tmp_path / "died"
+    with worker_process() as other, worker_process(before=dying("forward", 14, died)) as victim:
+        names = [victim.address, other.address]
+        found = run(names, tmp_path / "run", NEVER, module=OnDisk)
+    assert died.exists()
+    assert_same_run(found, expected)
 
 
 def test_packing_on_the_worker_gives_the_same_bits(workers: list[str], tmp_path: Path) -> None:

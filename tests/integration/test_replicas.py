@@ -15,6 +15,7 @@ from torch import nn
 
 from lightning_hetero import HeteroPipelineStrategy, Plan, StagePlan
 from lightning_hetero.coordinator import optimizers, worker_stages
+from lightning_hetero.coordinator.run_part import Loaded
 from lightning_hetero.coordinator.tensor_transfers import TensorLoad, send_all
 from lightning_hetero.errors import StageFailed, WorkerError
 
@@ -144,7 +145,9 @@ def test_a_replica_with_other_weights_is_named(
             remote = strategy.deployment.coordinator.layers
             name, worker = "1.mlp.up_proj.weight", remote.connections.workers[-1]
             other = torch.ones(remote.holdings.tensors[name].spec.shape)
-            load = TensorLoad(worker, iter([(name, other, {})]), remote.connections.requests.send)
+            load = TensorLoad(
+                worker, iter([Loaded(name, other, {})]), remote.connections.requests.send
+            )
             assert trainer.global_step < 1 or [*send_all([load], remote.hear)]
 
     monkeypatch.setattr(optimizers, "STEPS_BETWEEN_COMPARISONS", 2)

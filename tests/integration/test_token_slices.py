@@ -291,7 +291,8 @@ def test_dropout_has_the_bits_of_the_run_without_workers(
         [
             ("gpt2", {"recompute": True}),
             ("gpt2", {"recompute": "layers"}),
-            ("llama", {"recompute": "layers"}),
+            ("gpt2", {"recompute": True, "here": 1}),
+            ("llama", {"recompute": "layers", "here": 1}),
             ("adapters", {"recompute": "layers"}),
             ("adapters", {"recompute": "layers", "weights": "disk"}),
         ],
@@ -301,7 +302,10 @@ def test_dropout_has_the_bits_of_the_run_without_workers(
 def test_a_forward_that_runs_again_draws_the_same_masks(
     name: str, options: dict[str, Any], workers: list[str]
 ) -> None:
-    shares: Shares = [("a", 2), ("b", 2)]
+    options = dict(options)
+    here = options.pop("here", 0)
+    shares: Shares = [("coordinator", here)] if here else []
+    shares += [("a", 2), ("b", 2 - here)]
     found = drawing(name, workers[:2], shares, **options)
     assert found.losses == alone(name).losses
     assert differing(found, alone(name)) == []
@@ -548,18 +552,8 @@ def refused(match: str, make: Make, plan: PlanOf, workers: list[str]) -> None:
     [
         (of_stage(compile=True), "has `compile: true`, which does not work with"),
         (over_replicas, "several workers"),
-        (
-            lambda workers: Plan(
-                [
-                    StagePlan(["coordinator"], (0, 2), recompute=True),
-                    StagePlan(workers[:1], (2, 4)),
-                ],
-                NUM_SLICES,
-            ),
-            "`recompute: true` for the coordinator's layers",
-        ),
     ],
-    ids=["compile", "replicas", "recompute here"],
+    ids=["compile", "replicas"],
 )
 def test_a_plan_that_slices_do_not_support_is_refused(
     plan: PlanOf, match: str, workers: list[str]

@@ -117,6 +117,29 @@ def test_every_tensor_is_read_under_its_name(tmp_path: Path, family: str) -> Non
     assert_equal_to(open_saved(model, tmp_path), model)
 
 
+@pytest.mark.parametrize("family", ["llama tied", "mixtral", "gpt2"])
+def test_large_tensors_are_read_some_rows_at_a_time(
+    tmp_path: Path, family: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = build(family)
+    opened = open_saved(model, tmp_path)
+    names = [name for name, _ in model.named_parameters()]
+    assert not any(map(opened.rows, names))
+    monkeypatch.setattr(checkpoint_reader, "LARGE_BYTES", 0)
+    monkeypatch.setattr(checkpoint_reader, "PIECE_BYTES", 300)
+    counts = {}
+    for name in names:
+        if (found := opened.rows(name)) is not None:
+            starts, pieces = zip(*found, strict=True)
+            lengths = [len(piece) for piece in pieces]
+            assert [*starts] == [sum(lengths[:number]) for number in range(len(lengths))]
+            assert torch.equal(torch.cat(pieces), opened.read(name)[""])
+            counts[name] = len(pieces)
+    assert max(counts.values()) > 5
+    # Merged experts have no rows of their own on disk.
+    assert (len(counts) < len(names)) == (family == "mixtral")
+
+
 @pytest.mark.parametrize("family", ["llama tied", "mixtral"])
 def test_a_sharded_checkpoint_is_read_like_a_single_file(tmp_path: Path, family: str) -> None:
     model = build(family)

@@ -317,6 +317,38 @@ def failing() -> nn.Module:
     return made
 
 
+def twice_over() -> nn.Module:
+    """A layer that runs two times in one forward."""
+    made = llama_layer()
+    forward_of_class = made.forward
+
+    def forward(hidden: Tensor, **kwargs: Any) -> Any:
+        return forward_of_class(hidden, **kwargs) + forward_of_class(hidden, **kwargs)
+
+    made.forward = forward
+    return made
+
+
+def going_back(*, is_cut: bool) -> Act:
+    """Runs two slices back; the keys of the first one may have no graph."""
+
+    def act() -> None:
+        model = layers_of()
+        stage, calls, outs = stage_of(model), calls_of(model), []
+        project = model.layers[0].self_attn.k_proj
+        for index, each in enumerate(slices_of(2)):
+            cuts = is_cut and index == 0
+            handle = project.register_forward_hook(
+                lambda _module, _args, out, cuts=cuts: out.detach() if cuts else out
+            )
+            outs.append(forward(stage, model, calls, each, index))
+            handle.remove()
+        for index in (1, 0):
+            stage.backward(Key(index), Gradients((torch.ones_like(outs[index]),)))
+
+    return act
+
+
 FULL = torch.ones(1, 1, NUM_TOKENS, NUM_TOKENS, dtype=torch.bool)
 
 
@@ -342,6 +374,16 @@ FULL = torch.ones(1, 1, NUM_TOKENS, NUM_TOKENS, dtype=torch.bool)
             "into its key-value cache, and … have come. Use `micro_batching='boundary'`",
             running(forgetful),
             running(llama_layer),
+        ),
+        follows(
+            "keep one set of keys for each layer. Use `micro_batching='boundary'`",
+            running(twice_over),
+            running(llama_layer),
+        ),
+        follows(
+            "and later slices have gradients for them. Use `micro_batching='boundary'`",
+            going_back(is_cut=True),
+            going_back(is_cut=False),
         ),
         follows(
             "cannot run on slices of a sequence: … Use `micro_batching='boundary'`",
@@ -528,36 +570,6 @@ def test_a_frozen_stage_without_gradients_leaves_no_keys() -> None:
             incoming = Activation(each.cut(hidden_states()))
             stage.forward(Key(index), incoming, Surroundings(True, None, cut))
         assert stage._keys == {}
-
-
-def test_keys_put_twice_into_a_cache_are_refused() -> None:
-    made = llama_layer()
-    forward_of_class = made.forward
-
-    def forward(hidden: Tensor, **kwargs: Any) -> Any:
-        return forward_of_class(hidden, **kwargs) + forward_of_class(hidden, **kwargs)
-
-    made.forward = forward
-    with pytest.raises(ModelError, match="twice in one forward"):
-        running(lambda: made)()
-
-
-def test_a_backward_that_leaves_out_the_keys_is_refused() -> None:
-    model = layers_of()
-    stage, slices, calls = stage_of(model), slices_of(2), calls_of(model)
-    attention = model.layers[0].self_attn
-    outs = []
-    for index, each in enumerate(slices):
-        # The first slice's own keys have no graph.
-        attention.k_proj.requires_grad_(index == 1)
-        handle = attention.k_proj.register_forward_hook(
-            lambda _m, _i, out, is_cut=index == 0: out.detach() if is_cut else out
-        )
-        outs.append(forward(stage, model, calls, each, index))
-        handle.remove()
-    stage.backward(Key(1), Gradients((torch.ones_like(outs[1]),)))
-    with pytest.raises(ModelError, match="backward of layer 0 has not come to the keys"):
-        stage.backward(Key(0), Gradients((torch.ones_like(outs[0]),)))
 
 
 def test_a_change_of_keys_in_place_is_refused() -> None:

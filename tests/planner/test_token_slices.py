@@ -192,7 +192,9 @@ SAVED, PEAK = 10, 16
 KEYS, ATTENDED, PAIR = 1024, 4096, 2
 
 
-def need_of(recompute: Any, num_slices: int, head_bytes: int = 0, own_layers: int = 0) -> Any:
+def need_of(
+    recompute: Any, num_slices: int, head_bytes: int = 0, own_layers: int = 0, own: Any = False
+) -> Any:
     """The candidate of a plan with three layers on a worker."""
     slices = SliceProfile(TOKENS, 2, KEYS, ATTENDED, PAIR)
     of = sliced(
@@ -210,8 +212,10 @@ def need_of(recompute: Any, num_slices: int, head_bytes: int = 0, own_layers: in
             "gradient_bytes_per_sample": ACTIVATION,
         },
     )
-    own = [StagePlan([COORDINATOR], (3, 3 + own_layers))] if own_layers else []
-    return candidate_of(Plan([StagePlan(["a"], (0, 3), recompute), *own], num_slices, 2), of)
+    stages = [StagePlan(["a"], (0, 3), recompute)]
+    if own_layers:
+        stages.append(StagePlan([COORDINATOR], (3, 3 + own_layers), own))
+    return candidate_of(Plan(stages, num_slices, 2), of)
 
 
 def cuts(num_slices: int) -> list[tuple[int, int]]:
@@ -256,6 +260,12 @@ def test_the_coordinator_holds_whole_sequences_at_its_ends() -> None:
     own = need_of(True, 16, head, own_layers=2).need(COORDINATOR)
     graphs = 2 * (SAVED * TOKENS + sum(attended(*each) for each in cuts(16)))
     assert own.in_flight == pytest.approx(few.in_flight + graphs + 2 * 2 * KEYS)
+    again = need_of(True, 16, own_layers=2, own=True).need(COORDINATOR)
+    inputs = 2 * ACTIVATION * TOKENS
+    assert again.in_flight == pytest.approx(few.in_flight + inputs + 2 * 2 * KEYS)
+    largest = max(attended(*each) for each in cuts(16))
+    longest = cuts(16)[0][1]
+    assert again.working == pytest.approx(PEAK * longest + 2 * largest + 2 * KEYS)
 
 
 @pytest.mark.parametrize("num_slices", [1, 16])
@@ -300,7 +310,7 @@ def test_nothing_is_chosen_that_slices_do_not_support() -> None:
     assert shortages(candidate_of(plan, of)) == []
     assert len(plan.workers) == 2
     for stage in plan.stages:
-        assert stage.recompute is (not stage.is_local)
+        assert stage.recompute
         assert len(stage.workers) == 1
         assert [stage.embedding, stage.head, stage.weights] == [False, False, None]
     assert plan.micro_batches > 1
@@ -388,6 +398,7 @@ def test_a_head_too_large_for_the_coordinator_fits_in_slices_on_a_worker() -> No
 
 def test_the_verdict_names_a_slow_head() -> None:
     parts = [Part(EMBEDDING, 0), Part(HEAD, 8), Part("layer", 0)]
-    of = sliced(8, workers(), coordinator(ends(head=20)), model_options={"parts": parts})
+    slow = coordinator([*ends(head=20), *layers(10, 20)])
+    of = sliced(8, workers(), slow, model_options={"parts": parts})
     said = " ".join(sentences(judge(solve(of))))
     assert "or write `head: true` into the last stage, with which a step takes" in said

@@ -9,12 +9,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lightning_hetero.coordinator.worker_stages import RemoteStage
+from lightning_hetero.coordinator.worker_stages import RemoteStage, contents_of
 from lightning_hetero.errors import ModelError, RemoteProtocolError
 from lightning_hetero.model.allowed_imports import Allowed
 from lightning_hetero.model.layers import find_decoder_layers
 from lightning_hetero.model.recipe import write_recipe
-from lightning_hetero.model.tensors import named_contents, named_tensors
+from lightning_hetero.model.tensors import named_tensors
 from lightning_hetero.protocol import messages as m
 from lightning_hetero.protocol.values import Packer
 from lightning_hetero.transport.channel import Channel
@@ -78,7 +78,7 @@ class OneWorker:
         found = [(n, layer) for n, layer in enumerate(find_decoder_layers(model)) if n in numbers]
         modules = {number: layer.module for number, layer in found}
         stage = RemoteStage(
-            write_recipe(model, found), modules, partial(named_contents, modules), False
+            write_recipe(model, found), modules, partial(contents_of, modules, None), False
         )
         self.layers.build(m.Deploy(1, [stage.spec(1)], [], 0, kept or []))
         self.training.train_anew(kept or [], lambda _name: True)
@@ -139,6 +139,45 @@ def test_a_tensor_comes_with_its_state_and_its_average() -> None:
         assert torch.equal(new.training._optimizers[0].state()[NAME][key], value), key
     answered = [message for message, _ in new.coordinator.sent[:-1]]
     assert answered == [m.Done(request=number) for number, _ in enumerate(names, start=1)]
+
+
+def test_rows_of_a_parameter_are_joined_on_the_device() -> None:
+    worker = OneWorker()
+    modules = worker.deploy([1])
+    for name, tensor in named_tensors(modules):
+        rows = tensor.detach().split(5)
+        for number, each in enumerate(rows):
+            worker.take(m.LoadTensor(name, [], 5 * number), each.clone())
+    worker.layers.check_complete()
+    for name, tensor in named_tensors(modules):
+        assert torch.equal(worker.layers.content(name).tensor, tensor)
+
+
+@pytest.mark.parametrize(
+    ("name", "row", "shape"),
+    [
+        ("1.mlp.up_proj.weight", 5, [5, 16]),
+        ("1.mlp.up_proj.weight", 0, [5, 15]),
+        ("1.mlp.up_proj.weight", 0, [500, 16]),
+        ("1.mlp.up_proj.weight", 0, [0, 16]),
+        ("1.mlp.up_proj.weight", 0, []),
+        ("1.nobody", 0, [5, 16]),
+    ],
+)
+def test_rows_that_are_not_next_are_refused(name: str, row: int, shape: list[int]) -> None:
+    worker = OneWorker()
+    worker.deploy([1])
+    with pytest.raises(RemoteProtocolError, match=f"Rows .* from row {row} on; row 0 is next"):
+        worker.take(m.LoadTensor(name, [], row), torch.ones(shape))
+
+
+def test_a_parameter_without_its_last_rows_is_missing() -> None:
+    worker = OneWorker()
+    modules = worker.deploy([1])
+    for name, tensor in named_tensors(modules):
+        worker.take(m.LoadTensor(name, [], 0), tensor.detach()[:5].clone())
+    with pytest.raises(ModelError, match="did not come"):
+        worker.layers.check_complete()
 
 
 def test_what_stays_keeps_its_memory_its_state_and_its_average() -> None:

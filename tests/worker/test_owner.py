@@ -13,11 +13,10 @@ import torch
 from torch import nn
 
 from lightning_hetero.coordinator.session import Coordinator
-from lightning_hetero.coordinator.worker_stages import RemoteStage
+from lightning_hetero.coordinator.worker_stages import RemoteStage, contents_of
 from lightning_hetero.errors import RemoteProtocolError, StageFailed, WorkerLost, WorkerUnreachable
 from lightning_hetero.model.layers import find_decoder_layers
 from lightning_hetero.model.recipe import write_recipe
-from lightning_hetero.model.tensors import named_contents
 from lightning_hetero.pipeline.boundary import Activation
 from lightning_hetero.pipeline.rule import Key
 from lightning_hetero.protocol import messages as m
@@ -41,7 +40,7 @@ def one_stage(num_layers: int = NUM_LAYERS) -> RemoteStage:
     model = tiny_llama(NUM_LAYERS)
     found = list(enumerate(find_decoder_layers(model)))[:num_layers]
     modules: dict[int, nn.Module] = {i: layer.module for i, layer in found}
-    contents = partial(named_contents, modules)
+    contents = partial(contents_of, modules, None)
     return RemoteStage(write_recipe(model, found), modules, contents, False)
 
 
