@@ -72,7 +72,8 @@ through several rooms:
                            coordinator/optimizers.py, protocol/messages.py (ClipGradients),
                            worker/optimizers.py, pipeline/optimizer.py (Clipping)
     keys and values        pipeline/stage.py (StageCaches), pipeline/token_slices.py;
-                           model/kv_cache.py is the model's own cache
+                           model/kv_cache.py is the model's own cache; their bytes:
+                           profiler/token_slices.py, planner/token_slices.py
     something off a device devices/copies.py and streams.py (pinned memory), as in
                            worker/streamed_weights.py; main_memory.py only measures
 

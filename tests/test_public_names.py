@@ -80,8 +80,9 @@ KEYS_OF_PROFILES: dict[type, str] = {
     profile.ModelProfile: (
         "fingerprint layers parts tokens_per_sample activation_bytes_per_sample "
         "gradient_bytes_per_sample dtype tied_gradient_bytes embedding_may_leave head_may_leave "
-        "logits_bytes_per_sample"
+        "logits_bytes_per_sample slices"
     ),
+    profile.SliceProfile: "weight_work pair_work key_value_bytes attended_bytes pair_bytes",
     profile.Part: (
         "name parameter_bytes trainable_parameters gradient_bytes optimizer_bytes "
         "parameter_bytes_in is_experts"

@@ -39,13 +39,14 @@ from benchmarks.processes import (
 )
 from benchmarks.sleeping_stages.main import HIDDEN_SIZE, Sleep
 from benchmarks.training import Decoder, Sequences, build, fit, llama, random_tokens
-from lightning_hetero import HeteroPipelineStrategy, Plan, StagePlan
+from lightning_hetero import HeteroPipelineStrategy, PipelineProfiler, Plan, StagePlan
 from lightning_hetero.model.layer_call import LayerCall
 from lightning_hetero.pipeline.boundary import Activation, Gradients, Surroundings
 from lightning_hetero.pipeline.rule import Key
 from lightning_hetero.pipeline.stage import Stage
 from lightning_hetero.pipeline.token_slices import SliceCut, work_of
 from lightning_hetero.plan import Recompute
+from lightning_hetero.planner.feasibility import candidate_of
 from lightning_hetero.transport.token import FILE_VARIABLE
 
 NUM_LAYERS = 12
@@ -336,7 +337,43 @@ def cost(options: argparse.Namespace, console: Console) -> None:
     console.print(table)
 
 
-PARTS = {"sleeping": sleeping, "cores": on_cores, "memory": memory, "head": head, "cost": cost}
+class Planned(pl.Callback):
+    """The plan of a run, and its predicted step."""
+
+    num_slices, predicted_seconds = 0, 0.0
+
+    def on_train_start(self, trainer: pl.Trainer, *_: Any) -> None:
+        strategy: Any = trainer.strategy
+        plan, profile = strategy.deployment.plan, strategy.plan_choice.profile
+        self.num_slices = plan.micro_batches
+        self.predicted_seconds = candidate_of(plan, profile).step_seconds
+
+
+def planned(options: argparse.Namespace, console: Console) -> None:
+    """Print the predicted step of the plan that `plan="auto"` makes against the measured one."""
+    table = Table(title="compute replaced by sleeps, the plan by measurements")
+    for column in ("workers", "slices", "predicted, ms", "measured, ms", "predicted / measured"):
+        table.add_column(column, justify="right")
+    data = torch.randn(options.steps, SLEEPING_TOKENS, HIDDEN_SIZE)
+    for num_workers in (2, 3):
+        module, plan = Sleepy(options.milliseconds / 1e3 / SLEEPING_TOKENS), Planned()
+        strategy = HeteroPipelineStrategy(num_workers, layers="blocks", micro_batching="tokens")
+        profiler = PipelineProfiler(force=True)
+        fit(module, DataLoader(data, batch_size=1), strategy, callbacks=[profiler, plan])
+        measured, predicted = median(module.step_seconds), plan.predicted_seconds
+        numbers = (f"{predicted * 1e3:.0f}", f"{measured * 1e3:.0f}", f"{predicted / measured:.2f}")
+        table.add_row(str(num_workers), str(plan.num_slices), *numbers)
+    console.print(table)
+
+
+PARTS = {
+    "planned": planned,
+    "sleeping": sleeping,
+    "cores": on_cores,
+    "memory": memory,
+    "head": head,
+    "cost": cost,
+}
 
 
 def main() -> None:

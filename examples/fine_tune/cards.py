@@ -5,6 +5,10 @@ measured: one layer of the model runs on torch's device ``meta``, which has shap
 and the bytes that it keeps for its backward are counted. So the table tells memory and layers, and
 no speed. With ``--bytes`` it tells which bytes fill a model and each card.
 
+Where whole sequences do not fit, ``--bytes`` also cuts one sequence into slices along its tokens,
+``micro_batching: tokens``: each card has a worker, the last one with head and loss, and the
+coordinator is in main memory.
+
 All is counted for ``precision: bf16-true``, in which Lightning makes the adapter bfloat16 too.
 """
 
@@ -13,11 +17,13 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from itertools import product
 from typing import Any
 
+import numpy as np
 import torch
+from msgspec import structs
 from peft import get_peft_model
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
@@ -32,10 +38,11 @@ from transformers import (
 
 from lightning_hetero.errors import PlanError
 from lightning_hetero.model.layers import find_decoder_layers
-from lightning_hetero.plan import COORDINATOR
-from lightning_hetero.planner.candidates import Candidate
+from lightning_hetero.plan import COORDINATOR, Plan, Recompute, StagePlan
+from lightning_hetero.planner.candidates import Candidate, Costs
 from lightning_hetero.planner.cards import find_card
 from lightning_hetero.planner.costs import KEPT_FREE, Need
+from lightning_hetero.planner.feasibility import candidate_with, shortages
 from lightning_hetero.planner.profile import (
     EMBEDDING,
     HEAD,
@@ -44,10 +51,12 @@ from lightning_hetero.planner.profile import (
     ModelProfile,
     Part,
     Profile,
+    SliceProfile,
     Timing,
     WeightReading,
 )
 from lightning_hetero.planner.solver import Wishes, solve
+from lightning_hetero.planner.token_slices import slice_counts
 
 from .hub import HubError, plain_hub_errors
 from .loading import Lora
@@ -282,6 +291,135 @@ def _ends(config: PretrainedConfig, model: ModelProfile, speed: float) -> list[T
     ]
 
 
+def sliced_profile(
+    config: PretrainedConfig, cards: Sequence[str], tokens: int, lora: Lora
+) -> Profile:
+    """A profile for one sequence in slices along its tokens, with a worker on each card.
+
+    Raises:
+        PlanError: If there are no figures of a card, or it does not compute in bfloat16.
+    """
+    whole = profile_of(config, cards, tokens, lora, micro_batches=1)
+    layer = count_layer(config, tokens, lora)
+    per_token = whole.model.activation_bytes_per_sample // tokens
+    model = structs.replace(
+        whole.model,
+        tokens_per_sample=1,
+        activation_bytes_per_sample=per_token,
+        gradient_bytes_per_sample=per_token,
+        embedding_may_leave=False,
+        slices=_slices_of(config, tokens, layer),
+    )
+    # For a whole sequence, and for a 64th of it.
+    sizes = sorted({max(1, tokens // 64), tokens})
+    ends = [
+        _of_share(timing, size, tokens)
+        for timing in whole.devices[0].timings
+        if timing.part in (EMBEDDING, HEAD)
+        for size in sizes
+    ]
+    devices = [DeviceProfile(COORDINATOR, "main memory", MAIN_MEMORY.most_bytes, timings=ends)]
+    for index, (device, card) in enumerate(zip(whole.devices, cards, strict=True), start=1):
+        speed = find_card(card).operations_per_second["bfloat16"]
+        timings = [
+            structs.replace(timing, micro_batch_size=size)
+            for size in sizes
+            for timing in layer_timings(_share_of(layer, size / tokens), whole.model, speed)
+        ]
+        devices.append(
+            structs.replace(device, name=f"{index}: {card}", timings=timings, weights={})
+        )
+    found = Profile(VERSION, model, devices, batch_size=tokens, settings={"cut": "tokens"})
+    found.check()
+    return found
+
+
+def _slices_of(config: PretrainedConfig, tokens: int, layer: Layer) -> SliceProfile:
+    """The bytes of torch's attention, which repeats keys for all heads where there is a mask."""
+    heads, key_heads = config.num_attention_heads, config.num_key_value_heads
+    head_size = getattr(config, "head_dim", None) or config.hidden_size // heads
+    key_value_bytes = 2 * 2 * tokens * key_heads * head_size
+    num = config.num_hidden_layers
+    return SliceProfile(
+        weight_work=num * layer.multiplications / (2 * tokens),
+        pair_work=num * 2.0 * heads * head_size,
+        key_value_bytes=key_value_bytes,
+        attended_bytes=key_value_bytes * heads // key_heads if heads > key_heads else 0,
+        pair_bytes=1 + 2,
+    )
+
+
+def _share_of(layer: Layer, share: float) -> Layer:
+    """A layer on a share of the sequence."""
+    return replace(
+        layer,
+        kept_bytes=round(share * layer.kept_bytes),
+        widest_bytes=round(share * layer.widest_bytes),
+        multiplications=share * layer.multiplications,
+    )
+
+
+def _of_share(timing: Timing, size: int, tokens: int) -> Timing:
+    """The share of an end for so many tokens of a sequence."""
+    return structs.replace(
+        timing,
+        micro_batch_size=size,
+        forward_seconds=timing.forward_seconds * size / tokens,
+        backward_seconds=timing.backward_seconds * size / tokens,
+        saved_bytes=timing.saved_bytes * size // tokens,
+        peak_bytes=timing.peak_bytes * size // tokens,
+    )
+
+
+def plan_in_slices(profile: Profile) -> Candidate | None:
+    """The plan with the fewest slices that fits: of those, the one with the fastest slowest card.
+
+    Each worker recomputes as a whole, or by layers where that does not fit; the last one has the
+    head.
+    """
+    costs = Costs(profile, {})
+    for count in slice_counts(costs.batch_size):
+        stages = _split(costs, count)
+        if stages is not None:
+            found = candidate_with(Plan(stages, count, count), costs)
+            if not shortages(found):
+                return found
+    return None
+
+
+def _split(costs: Costs, count: int) -> list[StagePlan] | None:
+    """The stages with the fastest slowest card; None if the layers do not fit in these slices."""
+    names, num = costs.profile.workers, costs.num_layers
+    ways: tuple[Recompute, ...] = (True, "layers")
+    matrices = []
+    for name in names:
+        ends = (HEAD,) if name == names[-1] else ()
+        holder = costs.holder(name, costs.size(count), ends)
+        dtype = costs.profile.model.dtype
+        matrices.append([holder.matrix_of(holder.option(dtype, way), count) for way in ways])
+    # By the end of a card's layers: the seconds of the slowest card so far, and all first layers.
+    best: dict[int, tuple[float, tuple[int, ...]]] = {0: (0.0, ())}
+    for of_ways in matrices:
+        fastest = np.minimum(*of_ways)
+        best = {
+            end: min(
+                (max(seconds, float(fastest[first, end])), (*firsts, first))
+                for first, (seconds, firsts) in best.items()
+            )
+            for end in range(1, num + 1)
+        }
+    seconds, firsts = best[num]
+    if not np.isfinite(seconds):
+        return None
+    spans = zip(firsts, (*firsts[1:], num), strict=True)
+    return [
+        StagePlan(
+            [name], span, ways[int(not np.isfinite(of_ways[0][span]))], head=name == names[-1]
+        )
+        for name, span, of_ways in zip(names, spans, matrices, strict=True)
+    ]
+
+
 def plan_for(profile: Profile) -> Candidate:
     """The plan of the planner, which itself recomputes, moves the embedding, and reads frozen
     weights from main memory, where memory is short.
@@ -334,6 +472,27 @@ def explained(profile: Profile) -> Iterator[str]:
     except PlanError as error:
         yield f"no: {error}"
         return
+    yield from _filled(chosen, profile)
+
+
+def explained_in_slices(profile: Profile) -> Iterator[str]:
+    """The number of slices, the plan, and what fills each card."""
+    chosen = plan_in_slices(profile)
+    if chosen is None:
+        most = max(slice_counts(profile.batch_size or 1))
+        yield f"in slices along the tokens: no, up to {most} slices."
+        return
+    plan = chosen.plan()
+    stages = ", ".join(
+        f"layers {first}:{end} on {stage.workers[0]} (recompute: {str(stage.recompute).lower()})"
+        for stage in plan.stages
+        for first, end in [stage.layers]
+    )
+    yield f"in {plan.micro_batches} slices along the tokens: {stages}, head on the last card"
+    yield from _filled(chosen, profile)
+
+
+def _filled(chosen: Candidate, profile: Profile) -> Iterator[str]:
     for name in chosen.processes:
         need, device = chosen.need(name), profile.device(name)
         parts = [(each.name, float(getattr(need, each.name))) for each in fields(Need)]
@@ -390,7 +549,11 @@ def main(words: Sequence[str] | None = None) -> None:
         print(f"{model} on {wish}, a sequence of {options.tokens} tokens:")
         for what, num_bytes in items(profile):
             print(f"  {what}: {num_bytes / GIB:.2f}")
-        print(*explained(profile), sep="\n")
+        lines = [*explained(profile)]
+        print(*lines, sep="\n")
+        if lines[0].startswith("no: "):
+            sliced = sliced_profile(config, wish.split("+"), options.tokens, Lora(options.rank))
+            print(*explained_in_slices(sliced), sep="\n")
 
 
 if __name__ == "__main__":

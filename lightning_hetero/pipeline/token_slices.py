@@ -22,7 +22,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
 from itertools import chain
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -35,6 +35,9 @@ from ..model.kv_cache import LayersElsewhere, cache_index
 from ..model.layer_call import SLICES, CacheUse, LayerCall, Place, put_hidden
 from ..model.layers import EMBEDDING_LAYER, LOSS_LAYER, describe_layer, is_end
 from ..model.placeholders import instances_in, mapped
+from ..model.stored import describe_stored
+from .slice_cut import Work as Work
+from .slice_cut import cut_by_work as cut_by_work
 from .sliced_loss import of_slice
 
 Call = Callable[..., Any]
@@ -49,46 +52,19 @@ ATTENTIONS = ("eager", "sdpa")
 REMEDY = "Use `micro_batching='boundary'`, which cuts the batch along its samples."
 
 
-class Work(NamedTuple):
-    """The work of a layer on a token: a + b * tokens before it."""
-
-    a: float
-    b: float
-
-    def of_first(self, num_tokens: float) -> float:
-        """The work on so many first tokens of a sequence."""
-        return self.a * num_tokens + self.b * num_tokens**2 / 2
-
-
-def cut_by_work(num_tokens: int, num_slices: int, work: Work) -> list[tuple[int, int]]:
-    """The begin and end of slices with about equal work; later ones attend to more, so they are
-    shorter.
-
-    Args:
-        num_tokens: The length of the sequence.
-        num_slices: The most slices; each has a token at least.
-        work: The work on each token; equal slices if it does not grow.
-    """
-    num_slices = max(1, min(num_slices, num_tokens))
-    ends = [0]
-    for number in range(1, num_slices):
-        share = work.of_first(num_tokens) * number / num_slices
-        end = num_tokens * number / num_slices
-        if work.b > 0:
-            # Solves b / 2 * end² + a * end = share.
-            end = ((work.a**2 + 2 * work.b * share) ** 0.5 - work.a) / work.b
-        most = num_tokens - (num_slices - number)
-        ends.append(max(ends[-1] + 1, min(round(end), most)))
-    return [*zip(ends, [*ends[1:], num_tokens], strict=True)]
-
-
 def work_of(layers: Sequence[nn.Module]) -> Work:
     """The multiplications of layers for each token, counted from their weights and heads.
 
     A layer with a sliding window attends to as many tokens everywhere but at the begin.
     """
-    weights = sum(p.numel() for layer in layers for p in layer.parameters() if p.ndim > 1)
-    return Work(float(weights), sum(map(_growth_of, layers)))
+    return Work(float(sum(map(_num_weights, layers))), sum(map(_growth_of, layers)))
+
+
+def _num_weights(layer: nn.Module) -> int:
+    """The numbers in the matrices of a layer, also where they are packed."""
+    packed = {path: math.prod(form.shape) for path, form in describe_stored(layer).items()}
+    matrices = ((name, p.numel()) for name, p in layer.named_parameters() if p.ndim > 1)
+    return sum(packed.get(name.removesuffix(".weight"), count) for name, count in matrices)
 
 
 def _growth_of(layer: nn.Module) -> float:

@@ -59,6 +59,7 @@ from .replicas import (
 from .safe_mode import safe_step_seconds
 from .simulation import Simulation, predict, predict_below
 from .step_model import Hop, Pipeline, Replicas, StageTimes, busy_seconds_of_media
+from .token_slices import SliceHolder
 
 Range = tuple[int, int]
 Hops = tuple[Sequence[Hop], Sequence[Hop]]
@@ -75,7 +76,8 @@ class Costs:
         kinds: A key for each device; it is equal for devices with equal measurements.
         num_batches: The batches of an accumulation window.
         num_samples: The samples of all these batches.
-        is_safe_mode: Whether ``training_step`` sees whole batches, and only workers have pieces.
+        is_safe_mode: Whether ``training_step`` sees whole batches, and only workers have pieces;
+            also with slices along the tokens.
     """
 
     def __init__(self, profile: Profile, pins: Mapping[str, Range]) -> None:
@@ -85,7 +87,8 @@ class Costs:
         self.batch_size = profile.batch_size or 1
         self.num_samples = self.batch_size * self.num_batches
         self.num_layers = len(profile.model.layers)
-        self.is_safe_mode = profile.settings.get("cut") == "boundary"
+        is_cut_whole = profile.settings.get("cut") == "boundary"
+        self.is_safe_mode = is_cut_whole or profile.model.slices is not None
         self.kinds = {device.name: _kind_of(device) for device in profile.devices}
         self._links = {(link.source, link.target): link for link in profile.links}
         self._holders: dict[tuple[bytes, int, tuple[str, ...]], Holder] = {}
@@ -97,12 +100,21 @@ class Costs:
         """Samples in the largest micro-batch, if the window has this many."""
         return math.ceil(self.num_samples / micro_batches)
 
+    def in_a_piece(self, size: int) -> str:
+        """The size of a micro-batch, or of a slice along the tokens, in words."""
+        if self.profile.model.slices is not None:
+            return f"about {size} tokens in a slice"
+        return f"{size} samples in a micro-batch"
+
     def holder(self, name: str, size: int, ends: tuple[str, ...] = ()) -> Holder:
         """The device at a micro-batch size, with these ends of the model."""
         key = (self.kinds[name], size, ends)
         if key not in self._holders:
             device, made = self.profile.device(name), [self._end(e, name, size) for e in ends]
             waits = self.num_batches > 1
+            if (slices := self.profile.model.slices) is not None:
+                args = device, self.profile.model, size, slices, self.batch_size, made
+                return self._holders.setdefault(key, SliceHolder(*args))
             kept = math.ceil(self.batch_size / size) if self.is_safe_mode else 1
             self._holders[key] = Holder(device, self.profile.model, size, made, waits, kept)
         return self._holders[key]

@@ -298,9 +298,15 @@ def _ends_that_do_not_fit(costs: Costs, size: int) -> list[str]:
         return []
     held = [end for end in ends if end in ENDS]
     do = "do" if len(held) > 1 else "does"
+    # Here an end runs on whole sequences, also with slices along the tokens.
+    smaller = (
+        "more micro-batches"
+        if model.slices is None
+        else "a plan of your own with `head: true` in the last stage, shorter sequences"
+    )
     return [
         f"The {' and the '.join(held)} {do} not fit: the coordinator is {in_bytes(short)} short. "
-        "Free memory there, or use more micro-batches, a smaller batch or a quantised model."
+        f"Free memory there, or use {smaller}, a smaller batch or a quantised model."
     ]
 
 
@@ -351,7 +357,7 @@ def _too_many_layers(costs: Costs, size: int) -> list[str]:
     parts = [model.part(kind) for kind in model.kinds]
     largest = max(p.parameter_bytes + p.gradient_bytes + p.optimizer_bytes for p in parts)
     return [
-        f"The model does not fit: with {size} samples in a micro-batch, one in flight and "
+        f"The model does not fit: with {costs.in_a_piece(size)}, one in flight and "
         f"recomputation where it helps, the devices hold {sum(most.values())} of {layers} layers "
         f"({each}), so {in_layers(missing)} or about {in_bytes(largest * missing)} are short. Add "
         "a worker, take back an exclusion, free memory, use more micro-batches, or quantise the "

@@ -65,6 +65,27 @@ class Part(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_default
     is_experts: bool = False
 
 
+class SliceProfile(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
+    """How a model runs on slices of its sequences along the tokens.
+
+    Bytes are for one layer and all sequences of a batch, and the most of all layers.
+
+    Args:
+        weight_work: The multiplications of all layers with weights, for one token.
+        pair_work: Their multiplications for one token and one token before it.
+        key_value_bytes: The keys and values of the whole sequences.
+        attended_bytes: Copies of all keys and values that attention keeps for the backward of a
+            slice, such as repetitions for several heads.
+        pair_bytes: Masks and weights of attention, for one token and one token that it attends to.
+    """
+
+    weight_work: Share
+    pair_work: Share
+    key_value_bytes: Count
+    attended_bytes: Count = 0
+    pair_bytes: Count = 0
+
+
 class ModelProfile(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
     """The planner's knowledge of a model.
 
@@ -86,6 +107,8 @@ class ModelProfile(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit
         head_may_leave: Whether a worker with the last layer may have the head and the loss, if it
             was measured there. It may if a training uses only the loss of the model.
         logits_bytes_per_sample: Bytes that come back in an evaluation if the head is on a worker.
+        slices: How it runs on slices along the tokens, if batches are cut so. A sample is then one
+            token of each sequence of a batch.
     """
 
     fingerprint: Name
@@ -99,6 +122,7 @@ class ModelProfile(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit
     embedding_may_leave: bool = False
     head_may_leave: bool = False
     logits_bytes_per_sample: Count = 0
+    slices: SliceProfile | None = None
 
     def part(self, name: str) -> Part:
         """The part with this name."""

@@ -30,6 +30,7 @@ from .feasibility import (
 )
 from .profile import Profile
 from .search import Search, speeds_of
+from .token_slices import slice_counts
 
 
 @dataclass(frozen=True)
@@ -119,6 +120,12 @@ def _batch_size(wishes: Wishes, profile: Profile) -> int:
         raise PlanError("The profile names no batch size; give one with --batch-size.")
     if size < 1:
         raise PlanError(f"The batch size is {size}; it must be 1 or more.")
+    if profile.model.slices is not None and size != profile.batch_size:
+        raise PlanError(
+            f"The batch size is {size}, and this profile is of slices along the tokens of "
+            f"sequences with {profile.batch_size} tokens. Leave the batch size out, or measure "
+            "again with other sequences."
+        )
     if size % profile.window:
         raise PlanError(
             f"The batch size is {size}, and a batch of this profile is a window of "
@@ -216,11 +223,13 @@ def solve(profile: Profile, wishes: Wishes | None = None) -> Solution:
     costs = Costs(apply(wishes, profile), wishes.pins)
     _check_amount(costs)
     counts = window_counts(costs, wishes.micro_batches)
-    found = _searched(costs, counts, wishes.replicas)
+    # A slice needs the keys of the slice before, which another replica would have.
+    replicas = wishes.replicas and costs.profile.model.slices is None
+    found = _searched(costs, counts, replicas)
     if costs.is_safe_mode and costs.profile.workers and COORDINATOR not in wishes.pins:
         # The search balances simultaneous work, but in this mode the coordinator works alone.
         apart = Costs(costs.profile, {**wishes.pins, COORDINATOR: (0, 0)})
-        other = _searched(apart, counts, wishes.replicas)
+        other = _searched(apart, counts, replicas)
         if other is not None and (found is None or other[0].is_below(found[0].step_seconds)):
             found = other[0], (found or other)[1]
     if found is None:
@@ -335,7 +344,10 @@ def _groups(costs: Costs, counts: Sequence[int]) -> Iterator[Sequence[int]]:
 def window_counts(costs: Costs, wished: int | None) -> list[int]:
     """The numbers of micro-batches to try for an optimizer step, with all its batches; ``wished``
     is for one batch."""
-    counts = micro_batch_counts(costs.batch_size, wished, costs.profile.window)
+    if costs.profile.model.slices is not None and wished is None:
+        counts = slice_counts(costs.batch_size)
+    else:
+        counts = micro_batch_counts(costs.batch_size, wished, costs.profile.window)
     return [costs.num_batches * count for count in counts]
 
 

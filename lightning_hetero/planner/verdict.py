@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import combinations
 from typing import Literal
 
@@ -22,13 +22,14 @@ from ..units import (
     in_micro_batches,
     in_percent,
     in_percent_apart,
+    in_samples,
     in_seconds,
 )
 from . import experts
 from .bounds import least_bottleneck
 from .candidates import Candidate, Costs, Seat
 from .costs import Option
-from .feasibility import shortages, with_head_away
+from .feasibility import candidate_with, shortages, with_head_away
 from .profile import EMBEDDING, HEAD, DeviceProfile
 from .remedies import AtOnce, at_once, fastest_with_script
 from .replicas import Team, exchange_seconds
@@ -161,6 +162,7 @@ def judge(solution: Solution) -> Verdict:
     candidate, search = solution.chosen, solution.search
     bounds, single = _bounds(candidate, search), _best_single(search)
     no_gain = "" if single is None else _why_no_gain(candidate, search, single, bounds)
+    is_sliced = candidate.costs.profile.model.slices is not None
     return Verdict(
         candidate,
         stages=_stages(candidate),
@@ -171,9 +173,9 @@ def judge(solution: Solution) -> Verdict:
         experts=(
             experts.verdict(search.apart, candidate) if experts.has_experts(candidate.costs) else ""
         ),
-        replicas=_about_replicas(candidate, search),
+        replicas="" if is_sliced else _about_replicas(candidate, search),
         no_gain=no_gain,
-        at_once=at_once(candidate, search, gains=not no_gain),
+        at_once=None if is_sliced else at_once(candidate, search, gains=not no_gain),
         script=_with_script(search, single),
         safe_seconds=safe_step_seconds(candidate.pipeline),
     )
@@ -446,7 +448,7 @@ def _why_left_out(candidate: Candidate, search: Search, name: str) -> str:
         known = {timing.part for timing in holder.device.timings}
         if known.isdisjoint(candidate.costs.profile.model.kinds):
             return "no layer of the model was measured on it."
-        return f"not one layer fits there with {candidate.size} samples in a micro-batch."
+        return f"not one layer fits there with {candidate.costs.in_a_piece(candidate.size)}."
     if candidate.has_replicas:
         return f"no plan with it that was tried takes {in_percent(LEAST_GAIN)} less."
     beside = search.best_with([*candidate.workers, name])
@@ -574,6 +576,10 @@ def _sum_of(
 def _step(verdict: Verdict) -> str:
     candidate = verdict.candidate
     cut = f"{_pieces(candidate)} of {candidate.size}"
+    if candidate.costs.profile.model.slices is not None:
+        # As many of each batch, and each batch in turn.
+        count = candidate.micro_batches // candidate.costs.num_batches
+        cut = f"{count} slices of about {candidate.size} tokens" if count > 1 else "whole sequences"
     if not candidate.pipeline.is_alone:
         cut += f", at most {candidate.in_flight} in flight"
     bubble = in_percent(candidate.simulation.bubble)
@@ -650,6 +656,10 @@ def _safe_mode(verdict: Verdict) -> Iterator[str]:
         f"{in_percent(own_share(candidate.pipeline))} of the work is the coordinator's, which runs "
         "on the whole batch while no worker computes"
     )
+    if candidate.costs.profile.model.slices is not None:
+        yield f"in slices along the tokens, `micro_batching='tokens'`, {own}"
+        yield from _without_slices(verdict)
+        return
     if candidate.costs.is_safe_mode:
         yield f"in the safe mode of this run, `micro_batching='boundary'`, {own}"
         return
@@ -659,6 +669,21 @@ def _safe_mode(verdict: Verdict) -> Iterator[str]:
         f"in the safe mode, `micro_batching='boundary'`, a step takes {in_duration(seconds)}, "
         f"{compared}: {own}"
     )
+
+
+def _without_slices(verdict: Verdict) -> Iterator[str]:
+    """The step with the batch cut along its samples, if it is shorter than in slices."""
+    candidate = verdict.candidate
+    samples = candidate.costs.profile.model.tokens_per_sample
+    pieces = min(samples, candidate.costs.batch_size)
+    plan = replace(candidate.plan(), micro_batches=pieces)
+    seconds = candidate_with(plan, candidate.costs).step_seconds
+    if seconds < candidate.step_seconds or candidate.micro_batches == candidate.costs.num_batches:
+        yield (
+            f"cut along its {in_samples(samples)}, by `micro_batching='boundary'`, the batch is "
+            f"predicted {in_duration(seconds)} on these stages, if the graphs of whole sequences "
+            "fit there"
+        )
 
 
 def _cells(stage: StageVerdict, ends: Collection[str]) -> list[str]:

@@ -36,6 +36,7 @@ from ..transport.link_probe import measure_link, payload
 from .embedding_and_head import parameters_of_ends
 from .measured_model import LayerJob, ModelIdentity, ModelSighting, Subject, model_profile
 from .software import measure_software
+from .token_slices import of_mean_slices
 from .trials import (
     DeviceResult,
     LayerSchedule,
@@ -80,7 +81,8 @@ def measure_ends(sighting: ModelSighting, budget_seconds: float, tick: Tick) -> 
         whole = sighting.batch_size
         found = _measure_batch(sighting, whole, patience, tick)
         if isinstance(found, m.NotMeasured):
-            raise _ends_failed(found, whole)
+            unit = "samples" if sighting.subject.slices is None else "tokens of each sequence"
+            raise _ends_failed(found, whole, unit)
         for size in sizes:
             result.timings += _timings(sighting, size, found, size / whole)
         return result
@@ -133,8 +135,8 @@ def _share_of(whole: m.LayerMeasured, share: float) -> m.LayerMeasured:
     )
 
 
-def _ends_failed(failed: m.NotMeasured, size: int) -> StageFailed:
-    what = f"The coordinator failed while it measured `training_step` on {size} samples"
+def _ends_failed(failed: m.NotMeasured, size: int, unit: str = "samples") -> StageFailed:
+    what = f"The coordinator failed while it measured `training_step` on {size} {unit}"
     return failure(what, failed)
 
 
@@ -333,6 +335,9 @@ class Measuring:
                 self.module, self.layers, self._subject, optimizers, identity.fingerprint
             )
             self._settle(model, results, ends)
+            if self._subject.slices is not None:
+                for result in results.values():
+                    result.timings = of_mean_slices(result.timings, self._subject.examples)
         if COORDINATOR in names:
             results[COORDINATOR] = _with_ends(results[COORDINATOR], ends)
         for name, head in heads.items():

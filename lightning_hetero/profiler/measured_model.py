@@ -41,12 +41,13 @@ from ..pipeline.handover import Request, surroundings_here
 from ..pipeline.microbatch import NOTHING_SAID, BatchOptions
 from ..pipeline.stage_layers import build_for_values, describe_parameters
 from ..plan import Dtype, Plan
-from ..planner.profile import ModelProfile, Part
+from ..planner.profile import ModelProfile, Part, SliceProfile
 from ..protocol import messages as m
 from ..protocol.frames import Content
 from ..protocol.tensor_bytes import DTYPES, dtype_name
 from .embedding_and_head import EndsRunner, Example, embedding_to_leave, parameters_of_ends
 from .leaving_head import HeadSample, head_sample
+from .token_slices import describe_slices, slice_examples
 
 # These attributes do not change the cost: a stage recomputes as a whole, and modes come with each
 # call.
@@ -306,6 +307,8 @@ class Subject:
         dtype: The compute dtype of the user's precision.
         converts_weights: Whether a stage's own dtype applies to its weights too.
         embedding_may_leave: Whether a worker may have the input embedding.
+        slices: How the model runs on slices along the tokens, if batches are cut so; then sizes
+            are tokens.
         head: The head, if a worker may have it.
     """
 
@@ -316,6 +319,7 @@ class Subject:
     dtype: Dtype
     converts_weights: bool
     embedding_may_leave: bool = False
+    slices: SliceProfile | None = None
     head: HeadSample | None = None
 
     @property
@@ -456,7 +460,12 @@ def sight(
         drawn = Blueprint.draw(module, layers, kinds)
         bench = drawn.bench(device)
     embedding = embedding_to_leave(module, layers)
-    largest = cutting.batch(max(examples))
+    largest, slices = cutting.batch(max(examples)), None
+    if cutting.options.along_tokens:
+        modules, on_meta = [layer.module for layer in layers], drawn.on_meta()
+        whole = examples[max(examples)]
+        slices = describe_slices(whole, modules, [on_meta[n] for n in range(len(modules))])
+        embedding = None  # plans by hand may give it to a worker
     subject = Subject(
         blueprint=drawn,
         wants_gradient=wants_gradient(layers, first.wants_gradient),
@@ -465,6 +474,7 @@ def sight(
         dtype=_dtype(first),
         converts_weights=not isinstance(trainer.precision_plugin, MixedPrecision),
         embedding_may_leave=embedding is not None and runner.only_layers_read(embedding, largest),
+        slices=slices,
         head=(
             None
             if cutting.at_boundary
@@ -476,6 +486,9 @@ def sight(
 
 def _examples(runner: EndsRunner, cutting: Cutting) -> tuple[int, dict[int, Example]]:
     """The size of a training batch, and examples of micro-batches by their sizes."""
+    if cutting.options.along_tokens:
+        whole = runner.example(cutting.sample.batch)
+        return slice_examples(whole, [layer.module for layer in runner.layers], cutting.sizes)
     if cutting.at_boundary:
         return cut_example(runner.example(cutting.sample.batch), cutting, runner.on_meta)
     if cutting.sample.size is None:
@@ -530,7 +543,9 @@ def model_profile(
         optimizers: The optimizer's measured step over one layer of each kind, and over both ends.
         fingerprint: Differs between models.
     """
-    samples, example = min(subject.examples.items())
+    # Slices have no equal length, so the whole sequence says the bytes of a token.
+    pick = min if subject.slices is None else max
+    samples, example = pick(subject.examples.items())
     hidden_bytes = max(hidden.nbytes for hidden in example.inputs.values())
     return ModelProfile(
         fingerprint=fingerprint,
@@ -545,6 +560,7 @@ def model_profile(
         dtype=subject.dtype,
         tied_gradient_bytes=gradient_bytes(tied_parameters(root, layers)),
         embedding_may_leave=subject.embedding_may_leave,
+        slices=subject.slices,
         head_may_leave=subject.head is not None,
         logits_bytes_per_sample=0 if subject.head is None else subject.head.logits_bytes_per_sample,
     )

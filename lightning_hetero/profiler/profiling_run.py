@@ -366,13 +366,20 @@ class ProfilingRun:
             "precision": str(self.module.trainer.precision_plugin.precision),
             "batch": sample.form,
             **({"window": f"{sample.window} batches"} if sample.window > 1 else {}),
-            "cut": "boundary" if self.cuts_boundary else "step",
+            "cut": self._cut,
             "optimizer": "none" if optimizer is None else optimizer.class_name,
             "micro-batch sizes": _listed(self.options.micro_batch_sizes),
             "dtypes": _listed(self.options.dtypes),
         }
         digest = fingerprint(self.module, self.layers)
         return ModelIdentity(type(self.module).__name__, digest, settings)
+
+    @property
+    def _cut(self) -> str:
+        """How batches are cut."""
+        if self.batches.along_tokens:
+            return "tokens"
+        return "boundary" if self.cuts_boundary else "step"
 
     def _describe(self) -> dict[str, m.DeviceDescribed]:
         """The devices as they are now, the coordinator's first."""

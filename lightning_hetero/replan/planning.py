@@ -116,7 +116,8 @@ class PlanChoice:
     ) -> Replanner:
         """The follower of a training's plan, with changes between two steps; see `PlanSource`."""
         newcomers, self._newcomers = self._newcomers, None
-        may_change = site.may_move or self.is_of_strategy
+        # Nothing measures a newcomer on slices along the tokens.
+        may_change = (site.may_move or self.is_of_strategy) and not site.slices_tokens
         joins = may_change and site.module.automatic_optimization
         terms = Terms(joins, recovery, self.measured, newcomers)
         return Replanner(run, site, terms, move)
@@ -222,6 +223,7 @@ def _profiling(
 
     options = options or ProfilingOptions()
     whole, batches = not site.cuts_step, site.options.batches
+    batches = dataclasses.replace(batches, along_tokens=site.slices_tokens)
     return ProfilingRun(site.module, layers, connections, workers, options, whole, batches)
 
 

@@ -151,17 +151,17 @@ def check_arguments(given: Mapping[str, Any]) -> None:
 
 
 def _check_slices(plan: Any, replan: bool) -> None:
-    """Refuse slices along the tokens where the planner would make the plan: it measures samples."""
-    if isinstance(plan, str) and plan in ("auto", "replicated"):
+    """Refuse slices along the tokens with replicas, and with plans that change in a run."""
+    if plan == "replicated":
         raise MisconfigurationException(
-            f"`plan={plan!r}` is made from times of samples, and `micro_batching='tokens'` cuts "
-            "sequences. Pass a plan of your own, or `plan='even'`, with the number of slices as "
-            "`micro_batches`."
+            "`plan='replicated'` shares the micro-batches of a batch, and "
+            "`micro_batching='tokens'` cuts sequences, whose slices need each other's keys. Pass "
+            "`plan='auto'`, `plan='even'` or a plan of your own."
         )
     if replan:
         raise MisconfigurationException(
-            "With `replan=True` plans are made from times of samples, and "
-            "`micro_batching='tokens'` cuts sequences. Leave `replan` out."
+            "With `micro_batching='tokens'` a plan holds for the whole run, and `replan=True` "
+            "changes it. Leave `replan` out."
         )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import dataclasses
 import json
 import re
 from collections.abc import Callable
@@ -32,6 +33,7 @@ from examples.fine_tune.offline.small_model import SmallModel, make_small_model
 from examples.fine_tune.rows import read_rows
 from lightning_hetero.errors import HeteroError
 from lightning_hetero.model.layers import find_decoder_layers
+from lightning_hetero.planner.feasibility import candidate_of, shortages
 from lightning_hetero.planner.profile import Profile
 
 from ..equality import assert_close
@@ -432,6 +434,43 @@ def test_the_items_are_those_of_the_plan() -> None:
     )
     (refused,) = cards.explained(profile_of("RTX 3060", "Llama 3.3 70B"))
     assert refused.startswith("no: The model does not fit")
+
+
+def test_a_sequence_too_long_as_a_whole_fits_in_slices(capsys: pytest.CaptureFixture[str]) -> None:
+    asked = cards.MODELS["Llama 3.1 8B"], ["RTX 3090", "RTX 3060"], 32768, Lora()
+    profile = cards.sliced_profile(*asked)
+    chosen = cards.plan_in_slices(profile)
+    assert chosen is not None
+    plan = chosen.plan()
+    assert shortages(chosen) == []
+    assert [stage.head for stage in plan.stages] == [False, True]
+    fewer = candidate_of(dataclasses.replace(plan, micro_batches=plan.micro_batches // 2), profile)
+    assert shortages(fewer)
+    needs = [float(chosen.need(name).total) / 2**30 for name in plan.workers]
+    page = " ".join((ROOT / "docs" / "memory.md").read_text("utf-8").split())
+    assert f"in {plan.micro_batches} [slices along the tokens]" in page
+    assert "with {:.1f} and {:.1f} GiB of the 22.8 and 11.4".format(*needs) in page
+    assert "{} and {} layers".format(*(len(stage.layer_indices) for stage in plan.stages)) in page
+    cards.main(["--bytes", "--model", "Llama 3.1 8B", "--cards", "RTX 3060", "--tokens", "32768"])
+    assert "in slices along the tokens: no, up to 64 slices." in capsys.readouterr().out
+
+
+def test_a_slice_is_counted_as_a_share_of_the_sequence() -> None:
+    """Keys and values of a group of heads, and the unpacked weight, which is not shared."""
+    config, tokens = cards.MODELS["Llama 3.2 1B"], 4096
+    profile = cards.sliced_profile(config, ["RTX 3060"], tokens, Lora())
+    slices = profile.model.slices
+    assert slices is not None
+    assert slices.key_value_bytes == 2 * 2 * tokens * 8 * 64
+    assert slices.attended_bytes == 4 * slices.key_value_bytes
+    assert slices.pair_work == 16 * 2 * 2048
+    layer = cards.count_layer(config, tokens, Lora())
+    assert slices.weight_work == 16 * layer.multiplications / (2 * tokens)
+    found = {t.micro_batch_size: t for t in profile.devices[1].timings if not t.recompute}
+    assert sorted(found) == [64, tokens]
+    assert found[tokens].peak_bytes == layer.peak_bytes
+    assert found[64].saved_bytes == pytest.approx(layer.kept_bytes / 64, abs=1)
+    assert found[64].peak_bytes - found[64].saved_bytes == layer.largest_bytes
 
 
 def test_the_page_on_memory_has_the_printed_items(

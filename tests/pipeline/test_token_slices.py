@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -32,6 +33,7 @@ from lightning_hetero.pipeline.trial_slices import tried_in_slices
 from lightning_hetero.plan import Recompute
 
 from ..families import tiny_model
+from ..qlora import in_four_bits
 from ..remedies import Act, come_and_follow, follows
 from ..storages import StorageCount
 from .chain import Chain, cut_into_stages
@@ -71,6 +73,13 @@ def test_the_work_of_a_layer_with_a_window_does_not_grow() -> None:
     matrices = sum(p.numel() for p in layer.parameters() if p.ndim > 1)
     # 2 heads of 8 numbers: a product for the score, another one for the value.
     assert work_of([layer, layer]) == Work(2.0 * matrices, 2 * 2.0 * 16)
+
+
+def test_the_work_of_packed_weights_is_that_of_their_numbers(tmp_path: Path) -> None:
+    plain, packed = tiny_model("llama"), in_four_bits("llama", tmp_path)
+    layer = packed.model.layers[0]
+    assert any(parameter.dtype == torch.uint8 for parameter in layer.parameters())
+    assert work_of([layer]) == work_of([plain.model.layers[0]])
 
 
 def layers_of(family: str = "llama", attention: str = "sdpa") -> Any:

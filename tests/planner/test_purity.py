@@ -38,6 +38,7 @@ def test_the_planner_imports_no_torch() -> None:
         "pipeline",
         "pipeline.placement",
         "pipeline.rule",
+        "pipeline.slice_cut",
         "protocol",
         "protocol.fields",
     }

@@ -63,18 +63,23 @@ def in_slices(**options: Any) -> Act:
     ("wrong", "right"),
     [
         follows(
-            "Pass a plan of your own, or `plan='even'`",
-            in_slices(),
+            "Pass `plan='auto'`, `plan='even'` or a plan of your own.",
+            in_slices(plan="replicated"),
             in_slices(plan="even", micro_batches=8),
         ),
         follows(
-            "cuts sequences. Leave `replan` out.",
+            "Pass `plan='auto'`, `plan='even'` or a plan of your own.",
+            in_slices(plan="replicated"),
+            in_slices(),
+        ),
+        follows(
+            "and `replan=True` changes it. Leave `replan` out.",
             in_slices(plan="even", replan=True),
             in_slices(plan="even"),
         ),
     ],
 )
-def test_slices_need_a_plan_by_the_user(
+def test_slices_need_a_plan_without_replicas_that_stays(
     request: pytest.FixtureRequest, wrong: Act, right: Act
 ) -> None:
     come_and_follow(request, wrong, right, None)
