@@ -410,9 +410,9 @@ def refuse_moved(number: int, sent: Tensor) -> None:
         raise ModelError(
             f"{describe_layer(number).capitalize()} gets a tensor on the device `meta`, which has "
             "no content. The weights of layers on workers are on that device here, and the model "
-            "or your code moves its input to the device of a weight, as `.to(self.model.device)` "
-            "does. Move it to the device of the LightningModule, `self.device`, or "
-            f"{_remedy(number)}."
+            "or your code moves its input to the device of a weight, as "
+            "`.to(embedding.weight.device)` does. Move it to the device of the LightningModule, "
+            f"`self.device`, or {_remedy(number)}."
         )
 
 
