@@ -390,7 +390,7 @@ def test_a_scale_of_logits_is_refused(workers: list[str]) -> None:
         fit_family(model, in_slices(OVER_TWO(workers)))
 
 
-@repeats("integration/test_patched_code.py")
+@repeats("integration/test_patched_code.py::test_a_patch_of_this_process_alone_is_refused")
 def test_a_loss_of_other_code_is_refused(
     workers: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
