@@ -365,7 +365,8 @@ def _gather(items: Collection[Any], kind: type[Kind], found: list[Kind]) -> None
     found += compress(items, are_found)
     for item in compress(items, map(not_, are_found)):
         if isinstance(item, (tuple, list, Mapping)):
-            _gather(item.values() if isinstance(item, Mapping) else item, kind, found)
+            # A mapping may give its values once alone.
+            _gather([*item.values()] if isinstance(item, Mapping) else item, kind, found)
 
 
 def mapped(tree: Any, kind: type[Kind], change: Callable[[Kind], Any]) -> Any:
