@@ -97,6 +97,7 @@ from .placeholders import (
     is_back,
     mark_as_away,
     refuse_away,
+    refuse_moved,
     tensors_in,
     unmark,
 )
@@ -353,6 +354,7 @@ class HollowLayers:
         if is_first:
             self.check_finished()
             refuse_away(f"Layer {number}", hidden)
+            refuse_moved(number, hidden)
             self.held.check_code()
             records.begin(hidden)
         else:

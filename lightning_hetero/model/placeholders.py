@@ -399,6 +399,22 @@ def refuse_away(what: str, given: Any) -> None:
             )
 
 
+def refuse_moved(number: int, sent: Tensor) -> None:
+    """Refuse token ids, or hidden states, that lost their content on the way to a worker.
+
+    Raises:
+        ModelError: With the cause and the remedy.
+    """
+    if sent.is_meta:
+        raise ModelError(
+            f"{describe_layer(number).capitalize()} gets a tensor on the device `meta`, which has "
+            "no content. The weights of layers on workers are on that device here, and the model "
+            "or your code moves its input to the device of a weight, as `.to(self.model.device)` "
+            "does. Move it to the device of the LightningModule, `self.device`, or "
+            f"{_remedy(number)}."
+        )
+
+
 def _remedy(number: int) -> str:
     if number == EMBEDDING_LAYER:
         return "take `embedding: true` out of the plan"

@@ -228,6 +228,13 @@ class Slice:
                     f"The attention mask of layer {number} lets a token attend to later tokens, as "
                     f"a prefix or an image does, so the layer is not causal. {REMEDY}"
                 )
+            if self.end < total and _spreads(rows):
+                raise BatchError(
+                    f"The attention mask of layer {number} hides all tokens from a token, as it "
+                    "does for padding on the left. Attention then takes the mean of all tokens, "
+                    "and later slices are among them. Load the model with "
+                    f"attn_implementation='sdpa', or pad on the right. {REMEDY}"
+                )
             return rows[..., : self.end]
         if name == "position_embeddings" and tensor.ndim in (2, 3) and shape[-2] == total:
             return tensor.narrow(-2, self.start, length)
@@ -248,6 +255,14 @@ def _attended(mask: Tensor, number: int) -> Tensor:
     if not mask.is_floating_point():
         raise _unknown(_MASK, f"has the dtype {mask.dtype}", number)
     return mask > torch.finfo(mask.dtype).min / 2
+
+
+def _spreads(mask: Tensor) -> bool:
+    """Whether a token attends to all tokens alike, since a mask lowers all by the same number."""
+    if mask.dtype == torch.bool:  # attention to nothing is 0
+        return False
+    most = mask.amax(-1)
+    return bool(((most <= torch.finfo(mask.dtype).min / 2) & (most > -math.inf)).any())
 
 
 def _unknown(name: str, form: str, number: int) -> BatchError:

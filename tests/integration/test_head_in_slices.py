@@ -16,7 +16,7 @@ from transformers import GraniteConfig, GraniteForCausalLM, PreTrainedModel
 
 from lightning_hetero import HeteroPipelineStrategy, Plan, StagePlan, windows
 from lightning_hetero.coordinator import token_slices
-from lightning_hetero.errors import BatchError, StageFailed
+from lightning_hetero.errors import BatchError, ModelError, StageFailed
 from lightning_hetero.pipeline.trial_slices import loss_difference
 
 from ..conftest import worker_process
@@ -400,3 +400,30 @@ def test_a_loss_of_other_code_is_refused(
     monkeypatch.setattr(losses, "fixed_cross_entropy", smooth)
     with pytest.raises(StageFailed, match="fixed_cross_entropy is not the same on this worker"):
         fit_family(tiny_model("llama"), in_slices(OVER_TWO(workers)))
+
+
+class Moving(FamilyModule):
+    """Moves token ids to the device of the embedding."""
+
+    to_own = False
+
+    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
+        device = self.device if self.to_own else self.model.model.embed_tokens.weight.device
+        ids = batch["input_ids"].to(device)
+        loss: Tensor = self.model(**{**batch, "input_ids": ids}).loss
+        return loss
+
+
+class MovingToOwn(Moving):
+    to_own = True
+
+
+@pytest.mark.follows("Move it to the device of the LightningModule, `self.device`")
+def test_token_ids_on_the_device_of_a_weight_away_are_refused(workers: list[str]) -> None:
+    data = loader(BATCH_SIZE, BATCH_SIZE)
+    plan = embedding_away(workers)
+    with pytest.raises(ModelError, match="gets a tensor on the device `meta`"):
+        fit(Moving(tiny_model("llama")), in_slices(plan), data)
+    expected = fit(MovingToOwn(tiny_model("llama")), "auto", data)
+    found = fit(MovingToOwn(tiny_model("llama")), in_slices(plan), data)
+    assert_near(found, expected, TOLERANCE)

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from lightning_hetero import HeteroPipelineStrategy, Plan, StagePlan, windows
-from lightning_hetero.errors import HeteroError
+from lightning_hetero.errors import BatchError, HeteroError
 from lightning_hetero.pipeline.turns import current_turn
 from lightning_hetero.plan import Recompute
 
@@ -594,6 +594,28 @@ class _Prefix(FamilyModule):
 def test_a_mask_that_shows_later_tokens_is_refused(workers: list[str]) -> None:
     match = "lets a token attend to later tokens"
     refused(match, lambda: _Prefix(model_of("llama")), over_two, workers)
+
+
+class _LeftFromTheSecond(FamilyModule):
+    """The first tokens of the second batch are padding."""
+
+    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
+        mask = torch.ones_like(batch["input_ids"])
+        mask[:, : 3 * batch_idx] = 0
+        loss: Tensor = self.model(**{**batch, "attention_mask": mask}).loss
+        return loss
+
+
+def test_a_mask_that_hides_all_tokens_is_refused_in_a_later_batch(workers: list[str]) -> None:
+    def run(attention: str, strategy: Any = "auto") -> FamilyModule:
+        data = loader(BATCH_SIZE * 2, BATCH_SIZE)
+        return fit(_LeftFromTheSecond(model_of("llama", attention)), strategy, data)
+
+    plan = here_first(workers)
+    with pytest.raises(BatchError, match="hides all tokens from a token"):
+        run("eager", in_slices(workers[:1], plan))
+    expected, found = run("sdpa"), run("sdpa", in_slices(workers[:1], plan))
+    assert found.losses == pytest.approx(expected.losses, rel=1e-6)
 
 
 @repeats("test_what_is_refused_trains_by_its_remedy")
