@@ -53,19 +53,24 @@ through several rooms:
                            transport/reception.py accepts; worker/supervisor.py, cli/worker.py and
                            launch/local.py hand the listener on
     a format of weights    beside model/four_bit.py; model/stored.py lists the formats
-    the objective of plans planner/candidates.py (step_seconds, is_below); shortcuts that count
-                           seconds too: bounds.py, team_estimate.py, arrangements.py, simulation.py,
-                           search.py; a user asks for it by Wishes in planner/solver.py, filled in
-                           by cli/options.py, cli/plan.py and replan/planning.py; a device has
-                           watts in planner/profile.py
+    the objective of plans planner/candidates.py (step_seconds, is_below); seconds count too in
+                           bounds.py, team_estimate.py, team_walk.py, arrangements.py,
+                           simulation.py, search.py, changes.py, replan.py, membership.py,
+                           experts.py, remedies.py and verdict.py; a user asks for it by Wishes in
+                           planner/solver.py, filled in by cli/options.py, cli/plan.py and
+                           replan/planning.py; a device has watts in planner/profile.py
     an end of the model    follow `embedding` and `head`: plan.py, model/layers.py, model/head.py,
                            model/hollow.py, model/placeholders.py, model/recipe.py,
                            coordinator/deployment.py (layers_of_stage), pipeline/placement.py,
-                           pipeline/stage.py (HEAD_LAYERS), planner/ (has_embedding, head_left),
-                           pipeline/sliced_loss.py
-    how replicas agree     plan.py (ReplicaOptimizer), worker_stages.py (is_split); replicas.py of
-                           both ends; and when: coordinator/optimizers.py (add_up),
-                           coordinator/steps.py, worker/session.py
+                           pipeline/stage.py (HEAD_LAYERS), pipeline/sliced_loss.py; measured in
+                           pipeline/bench.py, profiler/embedding_and_head.py and leaving_head.py;
+                           planner/ (has_embedding, head_left)
+    how replicas agree     plan.py (ReplicaOptimizer), protocol/values.py (StageSpec),
+                           worker_stages.py (is_split); replicas.py of both ends; and when:
+                           coordinator/optimizers.py (add_up), coordinator/steps.py,
+                           strategy/training_step.py, worker/session.py
+    signs of life          transport/deadlines.py has period and patience of heartbeats;
+                           transport/channel.py sends and counts them
     an optimizer           pipeline/optimizer.py; optimizers.py of strategy/ (hooks and closure),
                            coordinator/ and worker/; answer_checks.py checks its state
     a kind of clipping     strategy/strategy.py (clip_grad_norm_), strategy/optimizers.py,

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections import OrderedDict
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from transformers.utils import ModelOutput
 
 from .along_layers import Base, line
 
@@ -33,6 +35,13 @@ class TakesRow(Shifted):
 
 class Rows(list[Any]):
     """A list of a class of its own."""
+
+
+class ReadOnce(dict[str, Any]):
+    """A dictionary with values that can be read once alone."""
+
+    def values(self) -> Any:
+        return iter([*super().values()])
 
 
 class Collects(Shifted):
@@ -88,6 +97,29 @@ class NewInTable(Model):
 
 class NewInOrderedTable(NewInTable):
     table_class = OrderedDict
+
+
+@dataclass
+class Output(ModelOutput):
+    """An output of transformers: a dictionary that has no `update`."""
+
+    by: Any = None
+
+
+class NewInOutput(NewInTable):
+    table_class = Output
+
+
+class ChangesReadOnce(Model):
+    """Changes a tensor in a dictionary whose values can be read once alone."""
+
+    def run(self, hidden: Tensor, condition: Tensor) -> Tensor:
+        first = condition[:, None].detach().clone()
+        table = ReadOnce(by=0.0, first=first)
+        for layer in self.layers:
+            hidden = layer(hidden, table)
+            first += 0.1
+        return hidden
 
 
 class Row(NamedTuple):

@@ -83,6 +83,7 @@ def test_every_module_is_of_the_core_or_of_a_wing() -> None:
         "lightning_hetero.__main__",
         "lightning_hetero.pytorch_lightning",
         "lightning_hetero.model.wings",
+        "lightning_hetero.pipeline.wings",
         "lightning_hetero.strategy.wings",
         "lightning_hetero.transport.wings",
         "lightning_hetero.worker.wings",

@@ -35,8 +35,8 @@ from ..pipeline.token_slices import (
     Slice,
     SliceCut,
     SlicePass,
+    check_can_run_on_slices,
     check_form,
-    refusal,
     work_of,
 )
 from ..pipeline.tolerance import GRADIENTS, HIDDEN_STATES, Rounding, end_or_warn
@@ -59,11 +59,8 @@ def check_can_be_sliced(layers: Mapping[int, nn.Module], plan: Plan) -> None:
         PlanError: With the key of the plan and the remedy.
     """
     for number, layer in layers.items():
-        if not is_end(number) and (why := refusal(layer)) is not None:
-            raise ModelError(
-                f"{describe_layer(number).capitalize()} ({type(layer).__name__}) cannot run on "
-                f"slices along the tokens: {why}. {REMEDY}"
-            )
+        if not is_end(number):
+            check_can_run_on_slices(number, layer)
     for stage in plan.stages:
         own = [layers[number] for number in stage.layer_indices] if stage.is_local else []
         if any(getattr(layer, "gradient_checkpointing", False) for layer in own):

@@ -207,7 +207,8 @@ def copied(value: Any) -> Any:
         found = copy(value)
         # In C, since few arguments are containers and this runs for each layer's call.
         are_nested = map(isinstance, value.values(), repeat(_CONTAINERS))
-        found.update({key: copied(value[key]) for key in compress(value, are_nested)})
+        for key, item in compress(value.items(), are_nested):
+            found[key] = copied(item)  # outputs of transformers have no `update`
         return found
     if isinstance(value, _SHARED_STATES):
         return {key: copied(item) for key, item in value.items()}

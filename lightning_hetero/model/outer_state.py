@@ -60,7 +60,8 @@ def form_of(value: Any, depth: int = 0) -> Any:
         items = [part for pair in vars(value).items() for part in pair]
     else:
         return Same(value)
-    length = len(value) if hasattr(value, "__len__") else 0
+    # A class may have it for its objects alone.
+    length = len(value) if hasattr(type(value), "__len__") else 0
     if length > _MOST_COMPARED:
         return length
     return type(value).__name__, length, [form_of(item, depth + 1) for item in items]

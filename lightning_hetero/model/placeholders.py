@@ -351,23 +351,22 @@ def tensors_in(tree: Any) -> list[Tensor]:
 
 
 def instances_in(tree: Any, kind: type[Kind]) -> list[Kind]:
-    """Everything of a type in nested tuples, lists and mappings."""
+    """Everything of a type in nested tuples, lists and mappings; in each of them, what is not
+    nested further comes first."""
     found: list[Kind] = []
     _gather(tree if type(tree) in (tuple, list) else (tree,), kind, found)
     return found
 
 
 def _gather(items: Collection[Any], kind: type[Kind], found: list[Kind]) -> None:
-    # In C, since most arguments are plain and this runs for each layer of each micro-batch.
-    others = [*compress(items, map(not_, map(_PLAIN.__contains__, map(type, items))))]
-    if all(map(isinstance, others, repeat(kind))):
-        found += others
-        return
-    for item in others:
-        if isinstance(item, kind):
-            found.append(item)
-        elif isinstance(item, (tuple, list, Mapping)):
-            _gather(item.values() if isinstance(item, Mapping) else item, kind, found)
+    # In C, since this runs for each layer of each micro-batch, and most arguments are plain.
+    items = [*compress(items, map(not_, map(_PLAIN.__contains__, map(type, items))))]
+    are_found = [*map(isinstance, items, repeat(kind))]
+    found += compress(items, are_found)
+    for item in compress(items, map(not_, are_found)):
+        if isinstance(item, (tuple, list, Mapping)):
+            # A mapping may give its values once alone.
+            _gather([*item.values()] if isinstance(item, Mapping) else item, kind, found)
 
 
 def mapped(tree: Any, kind: type[Kind], change: Callable[[Kind], Any]) -> Any:

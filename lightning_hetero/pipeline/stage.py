@@ -38,8 +38,7 @@ from .boundary import Activation, BatchNumbers, Collected, Gradients, Surroundin
 from .random_numbers import FIRST_TRIAL, PythonStreams, seed_action, seed_elsewhere
 from .rule import Key
 from .token_slices import SequenceKeys, SlicePass
-from .trial_backward import trial_answers
-from .twin import answer_of, kind_of
+from .wings import tried_call
 
 Call = Callable[..., Any]
 
@@ -608,10 +607,10 @@ class Stage:
                 if keeps_inputs or isinstance(layer, HeadAtOnce):
                     run = _running_again(layer, run, as_called, self._has_own_code)
                 with as_called():
-                    answers += trial_answers(layer, call, hidden, tried) if tried else []
-                    if tried and (kind := kind_of(call.layer_index)) in tried:
-                        tensors, answer = answer_of(layer, layer, call, hidden, along.values(names))
-                        answers += [(kind, each) for each in answer.encoded()]
+                    if tried:
+                        beside, run = along.values(names), partial(run, *args, **kwargs)
+                        tensors, answered = tried_call(layer, run, call, hidden, beside, tried)
+                        answers += answered
                     else:
                         tensors = tensors_of(run(*args, **kwargs), layer, call)
                     if self.weights is not None:

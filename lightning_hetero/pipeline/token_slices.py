@@ -112,6 +112,19 @@ def refusal(layer: nn.Module) -> str | None:
     return None
 
 
+def check_can_run_on_slices(number: int, layer: nn.Module) -> None:
+    """Refuse a layer that cannot run on slices.
+
+    Raises:
+        ModelError: With the cause and the remedy.
+    """
+    if (why := refusal(layer)) is not None:
+        raise ModelError(
+            f"{describe_layer(number).capitalize()} ({type(layer).__name__}) cannot run on "
+            f"slices along the tokens: {why}. {REMEDY}"
+        )
+
+
 def _named(call: LayerCall, layer: nn.Module) -> Iterator[tuple[str, Place, Any]]:
     """Every argument of a call besides the hidden states: its name, its place and its value."""
     names = [*_parameters_of(type(layer).forward)]

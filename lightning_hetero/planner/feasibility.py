@@ -298,15 +298,16 @@ def _ends_that_do_not_fit(costs: Costs, size: int) -> list[str]:
         return []
     held = [end for end in ends if end in ENDS]
     do = "do" if len(held) > 1 else "does"
+    text = f"The {' and the '.join(held)} {do} not fit: the coordinator is {in_bytes(short)} short."
+    if model.slices is None:
+        return [
+            f"{text} Free memory there, or use more micro-batches, a smaller batch or a quantised "
+            "model."
+        ]
     # Here an end runs on whole sequences, also with slices along the tokens.
-    smaller = (
-        "more micro-batches"
-        if model.slices is None
-        else "a plan of your own with `head: true` in the last stage, shorter sequences"
-    )
     return [
-        f"The {' and the '.join(held)} {do} not fit: the coordinator is {in_bytes(short)} short. "
-        f"Free memory there, or use {smaller}, a smaller batch or a quantised model."
+        f"{text} Free memory there, or use a plan of your own with `head: true` in the last stage, "
+        "shorter sequences, a smaller batch or a quantised model."
     ]
 
 

@@ -209,7 +209,8 @@ def merged(new: Profile, old: Profile | None) -> Profile:
         model = structs.replace(
             old.model,
             embedding_may_leave=model.embedding_may_leave,
-            head_may_leave=model.head_may_leave,
+            # Its user may have written that it must stay.
+            head_may_leave=old.model.head_may_leave and model.head_may_leave,
             logits_bytes_per_sample=model.logits_bytes_per_sample,
         )
     ends = {(link.source, link.target) for link in new.links}

@@ -350,10 +350,10 @@ class EndsRunner:
                 return False
         return unreadable.is_what_entered(passed.entered)
 
-    def result(self, batch: Any, evaluates: bool = False) -> Any:
+    def result(self, batch: Any, batch_index: int = 0, evaluates: bool = False) -> Any:
         """The result of ``training_step`` or ``validation_step`` for a micro-batch."""
         if not evaluates:
-            return self._stepped(batch, _Pass(self.device), {})[0]
+            return self._stepped(batch, _Pass(self.device), {}, batch_index)[0]
         modes = {module: module.training for module in self.module.modules()}
         try:
             self.module.eval()
@@ -433,6 +433,7 @@ class EndsRunner:
         batch: Any,
         passed: _Pass,
         forms: dict[int, ResultForm],
+        batch_index: int = 0,
         evaluates: bool = False,
     ) -> tuple[Any, PassingLayers]:
         module, precision = self.module, self.module.trainer.precision_plugin
@@ -442,7 +443,7 @@ class EndsRunner:
         )
         step = module.validation_step if evaluates else module.training_step
         around = precision.val_step_context if evaluates else precision.train_step_context
-        index = [0] if is_param_in_hook_signature(step, "batch_idx", min_args=2) else []
+        index = [batch_index] if is_param_in_hook_signature(step, "batch_idx", min_args=2) else []
         with passing.passing(), torch.set_grad_enabled(not evaluates):
             passed.mark()
             with around():

@@ -4,8 +4,8 @@ The head may leave if workers know its classes (`find_head`), and if the run doe
 worker with the head refuses. This has two tests. Dry runs of ``training_step``, and of
 ``validation_step`` if the run validates, have the head away as in a real run, with a made-up loss
 and made-up logits. Refusals end them, and logits in the result of a training or in an attribute are
-noticed at their end. Code may also act on some batches only: so some names in the user's classes
-and callbacks keep the head here too.
+noticed at their end. Code may also act on some batches only: so ``training_step`` has a dry run as
+for a late batch, and some names in the user's code keep the head here too.
 """
 
 from __future__ import annotations
@@ -51,6 +51,12 @@ _REFUSED = frozenset(
         "output_router_logits",
     }
 )
+# These methods run before the weights leave.
+_BEFORE = ("__init__", "configure_model", "configure_optimizers", "prepare_data", "setup")
+# Other methods may read the weights or gradients of the output embedding, or change the loss.
+_PARTS = frozenset({"get_output_embeddings", "set_output_embeddings", "loss_function"})
+# A step that acts on each n-th batch acts on the batch of number 0, or on this one.
+_LATE_BATCH = 720_720_000 - 1
 # Logits, their copy in float32, and a gradient of each.
 _COPIES_OF_LOGITS = 4
 _DIGITS = 8
@@ -67,10 +73,8 @@ def head_setting(module: pl.LightningModule, layers: Sequence[DecoderLayer], is_
     """
     if not is_cut or _head_of(module, layers) is None:
         return ""
-    steps = [type(module).training_step]
-    if module.trainer.enable_validation:
-        steps.append(type(module).validation_step)
-    digest = hashlib.sha256(repr([*map(said_in, steps)]).encode()).hexdigest()
+    steps = ["training_step", *["validation_step"] * module.trainer.enable_validation]
+    digest = hashlib.sha256(repr(said_in(type(module), steps)).encode()).hexdigest()
     return f"could leave {digest[:_DIGITS]}"
 
 
@@ -78,22 +82,32 @@ def _head_of(
     module: pl.LightningModule, layers: Sequence[DecoderLayer]
 ) -> dict[int, DecoderLayer] | None:
     """The parts of the head by their numbers, or None if its class or the user's code keeps it."""
-    if _is_named(module):
-        return None
     try:
         found = find_head(module, layers, has_embedding=False)
         check_layers_stand_alone(module, [list(found.values())])
+        worker = _NoWorker(found)
+        HollowLayers(found, worker.exchange, worker).check()
     except ModelError:
         return None
-    return found
+    output_embedding = found[LOGITS_LAYER].name.rpartition(".")[2]
+    return None if _is_named(module, _PARTS | {output_embedding}) else found
 
 
-def _is_named(module: pl.LightningModule) -> bool:
-    """Whether the user's code names what a worker with the head refuses."""
+def _is_named(module: pl.LightningModule, parts: frozenset[str]) -> bool:
+    """Whether the user's code names what a worker with the head refuses.
+
+    Args:
+        module: The LightningModule.
+        parts: Names for parts of the head.
+    """
     callbacks: list[Any] = module.trainer.callbacks  # type: ignore[attr-defined]
+    inner = [*module.modules()]
+    held = [*inner, *(value for each in inner for value in vars(each).values())]
     return any(
-        bool(_REFUSED & said) or (_LOGITS in said and not name.startswith(_EVALUATING))
-        for name, said in own_methods([type(module), *map(type, callbacks)])
+        bool(_REFUSED & said)
+        or (_LOGITS in said and not name.startswith(_EVALUATING))
+        or (bool(parts & said) and name not in _BEFORE)
+        for name, said in own_methods([module, *callbacks], held)
     )
 
 
@@ -141,6 +155,7 @@ def head_sample(runner: EndsRunner, batches: Mapping[int, Any]) -> HeadSample | 
     try:
         for size, batch in batches.items():
             found[size] = _called(runner, parts, batch)
+        _called(runner, parts, batches[min(batches)], _LATE_BATCH)
         if runner.module.trainer.enable_validation:
             with _away(runner, parts, _NoWorker(parts)):
                 runner.result(batches[min(batches)], evaluates=True)
@@ -183,7 +198,7 @@ def _trial(hidden: Tensor, around: Surroundings) -> LayerTrial:
 
 
 def _called(
-    runner: EndsRunner, parts: Mapping[int, DecoderLayer], batch: Any
+    runner: EndsRunner, parts: Mapping[int, DecoderLayer], batch: Any, batch_index: int = 0
 ) -> tuple[Tensor, Surroundings]:
     """The hidden states and the calls for a worker with the head, of a micro-batch.
 
@@ -192,7 +207,7 @@ def _called(
     """
     worker = _NoWorker(parts)
     with _away(runner, parts, worker):
-        result = runner.result(batch)
+        result = runner.result(batch, batch_index)
         is_returned = any(map(is_away, instances_in(result, Tensor)))
         if is_returned or len(worker.asked) != 1 or worker.num_logits:
             raise ModelError("The `training_step` does not take one loss of the model alone.")

@@ -25,8 +25,8 @@ from ..pipeline.token_slices import (
     REMEDY,
     Slice,
     SliceCut,
+    check_can_run_on_slices,
     check_form,
-    refusal,
     work_of,
 )
 from ..planner.profile import SliceProfile, Timing
@@ -52,11 +52,7 @@ def slice_examples(
     """
     check_form(whole.hidden, 0)
     for number, layer in enumerate(layers):
-        if (why := refusal(layer)) is not None:
-            raise ModelError(
-                f"{describe_layer(number).capitalize()} ({type(layer).__name__}) cannot run on "
-                f"slices along the tokens: {why}. {REMEDY}"
-            )
+        check_can_run_on_slices(number, layer)
     num_tokens, work = whole.hidden.shape[1], work_of(layers)
     wanted = [num_tokens // count for count in _MEASURED] if sizes is None else sizes
     found = {}

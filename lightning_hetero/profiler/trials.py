@@ -480,6 +480,9 @@ def head_trials(
         )
         if isinstance(outcome, m.OptimizerMeasured):
             result.optimizers[HEAD] = outcome
+        elif isinstance(outcome, m.NotMeasured):
+            rank_zero_info(f"{where} cannot train the head: {outcome.reason}")
+            return DeviceResult()
     return result
 
 

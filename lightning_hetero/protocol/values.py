@@ -13,8 +13,9 @@ from __future__ import annotations
 
 import hashlib
 from collections import OrderedDict
-from collections.abc import Callable, Mapping
-from itertools import repeat
+from collections.abc import Callable, Collection, Iterator, Mapping
+from itertools import compress, repeat
+from operator import not_
 from typing import Annotated, Any
 
 import msgspec
@@ -345,21 +346,15 @@ class Packer:
             return self._pack_tensor(tree, where)
         if isinstance(tree, (tuple, list)):
             make = TupleNode if isinstance(tree, tuple) else ListNode
-            items = enumerate(tree)
-            return make(
-                [
-                    x if type(x) in _AS_THEY_ARE else self.pack(x, f"{where}[{i}]", carried)
-                    for i, x in items
-                ]
-            )
+            items = [*tree]
+            for i in compress(range(len(items)), _to_pack(items)):
+                items[i] = self.pack(items[i], f"{where}[{i}]", carried)
+            return make(items)
         if isinstance(tree, dict) and all(map(isinstance, tree, repeat(str))):
-            pairs = tree.items()
-            return DictNode(
-                {
-                    k: x if type(x) in _AS_THEY_ARE else self.pack(x, f"{where}[{k!r}]", carried)
-                    for k, x in pairs
-                }
-            )
+            found = dict(tree)
+            for key in compress(tree, _to_pack(tree.values())):
+                found[key] = self.pack(tree[key], f"{where}[{key!r}]", carried)
+            return DictNode(found)
         if carried is not None and isinstance(tree, carried):
             return CarriedNode(str(tree))
         # Subclasses, such as numpy's float or an enum's members, are sent as their plain type.
@@ -393,6 +388,11 @@ class Packer:
                 self.kept[len(self.tensors)] = slot
         self.tensors.append(tensor)
         return TensorNode(len(self.tensors) - 1)
+
+
+def _to_pack(values: Collection[Any]) -> Iterator[bool]:
+    """Whether each value is more than a plain one; in C, since most arguments are plain."""
+    return map(not_, map(_AS_THEY_ARE.__contains__, map(type, values)))
 
 
 def _fits(plain: float | str) -> bool:

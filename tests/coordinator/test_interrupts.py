@@ -39,7 +39,8 @@ PLACES: list[tuple[type, str]] = [
 @pytest.fixture(autouse=True)
 def ctrl_c() -> Iterator[None]:
     """Restore the handler of Ctrl-C, which Lightning replaces at the first one."""
-    before = signal.getsignal(signal.SIGINT)
+    # A shell's background process begins with Ctrl-C ignored.
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
     yield
     signal.signal(signal.SIGINT, before)
 

@@ -42,7 +42,13 @@ def data() -> DataLoader[Tensor]:
     return DataLoader(samples, batch_size=BATCH)  # type: ignore[arg-type]
 
 
-EQUAL = [models.NewInTable, models.NewInOrderedTable, models.NewInRow, models.Freezes]
+EQUAL = [
+    models.NewInTable,
+    models.NewInOrderedTable,
+    models.NewInOutput,
+    models.NewInRow,
+    models.Freezes,
+]
 
 
 @pytest.mark.parametrize(
@@ -63,6 +69,7 @@ REFUSED = {
     models.FreezesForOneCall: "`requires_grad` of parameters of layer 1 was set after",
     models.SetsForOneCall: r"The attribute layers\.0\.factor was changed after the model",
     models.AddsToNumber: r"float32 of the shape \(4, 1, 1\) was changed in place .* called layer 0",
+    models.ChangesReadOnce: r"of the shape \(4, 1, 8\) was changed in place .* called layer 0",
     models.MovesNumber: r"float32 of the shape \(4, 1, 1\) was changed in place .* called layer 0",
     models.AddsInEvaluation: r"of the shape \(4, 1, 1\) was changed in place .* called layer 0",
     models.AddsToHidden: r"of the shape \(4, 5, 8\) was changed in place .* called layer 0",

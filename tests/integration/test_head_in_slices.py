@@ -346,7 +346,7 @@ def test_evaluation_looks_at_logits(workers: list[str]) -> None:
         assert float(metrics[name]) == pytest.approx(float(value), rel=1e-5)
 
 
-@repeats("integration/test_token_slices.py::test_a_lost_worker_comes_back_to_the_same_bits")
+@repeats("integration/test_lost_workers.py::test_a_killed_process_comes_back")
 @pytest.mark.parametrize(("place", "call"), [("forward", 14), ("backward", 8)])
 def test_a_lost_worker_with_the_head_comes_back(place: str, call: int, tmp_path: Path) -> None:
     def plan(names: list[str]) -> Plan:
@@ -390,7 +390,7 @@ def test_a_scale_of_logits_is_refused(workers: list[str]) -> None:
         fit_family(model, in_slices(OVER_TWO(workers)))
 
 
-@repeats("integration/test_patched_code.py")
+@repeats("integration/test_patched_code.py::test_a_patch_of_this_process_alone_is_refused")
 def test_a_loss_of_other_code_is_refused(
     workers: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -213,6 +213,16 @@ def test_new_measurements_complete_the_known_profile() -> None:
     assert merged(new, None) is new
 
 
+@pytest.mark.parametrize("before", [True, False])
+@pytest.mark.parametrize("now", [True, False])
+def test_a_head_that_must_stay_stays_when_a_worker_is_measured(before: bool, now: bool) -> None:
+    old = known("coordinator", "one")
+    new = replace_fields(old, devices=[device("two", 1.0, 2.0)])
+    old = replace_fields(old, model=replace_fields(old.model, head_may_leave=before))
+    new = replace_fields(new, model=replace_fields(new.model, head_may_leave=now))
+    assert merged(new, old).model.head_may_leave == (before and now)
+
+
 def test_a_restricted_profile_has_only_the_present_processes() -> None:
     found = restricted(known("coordinator", "one", "two"), ["coordinator", "two"])
     assert names(found.devices) == ["coordinator", "two"]

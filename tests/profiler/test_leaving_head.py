@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import functools
+import sys
 from collections.abc import Callable
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -42,6 +44,24 @@ class Reading(TinyModule):
     """Reads logits without their name."""
 
     def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
+        loss, scores = self.model(**batch)[:2]
+        self.log("best", scores.argmax())
+        return loss
+
+
+class Shared(TinyModule):
+    """Has its step in another method."""
+
+    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
+        return self.shared_step(batch)
+
+    def shared_step(self, batch: dict[str, Tensor]) -> Tensor:
+        loss: Tensor = self.model(**batch)[0]
+        return loss
+
+
+class SharedReading(Shared):
+    def shared_step(self, batch: dict[str, Tensor]) -> Tensor:
         loss, scores = self.model(**batch)[:2]
         self.log("best", scores.argmax())
         return loss
@@ -95,10 +115,63 @@ def best_of(found: Any) -> Tensor:
     return Helper().best(found)
 
 
+def loss_of(found: Any) -> Tensor:
+    loss: Tensor = found.loss
+    return loss
+
+
 class Helper:
     def best(self, found: Any) -> Tensor:
         best: Tensor = found.logits.argmax()
         return best
+
+
+class Late(TinyModule):
+    """Reads logits on some batches, without their name."""
+
+    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
+        found = self.model(**batch)
+        if (batch_idx + 1) % 50 == 0:
+            self.log("best", found[1].argmax())
+        return found[0]
+
+
+class Watching(TinyModule):
+    """Reads the weights of the head on some batches."""
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        if batch_idx % 100 == 99:
+            self.log("size", self.model.lm_head.weight.norm())
+
+
+class Holding(TinyModule):
+    """Reads logits on some batches, by an object from elsewhere."""
+
+    def __init__(self, look: Any) -> None:
+        super().__init__()
+        self.look = look
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        if batch_idx % 100 == 99:
+            self.look(outputs)
+
+
+class Hooked(TinyModule):
+    """Has a hook on the head."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.model.lm_head.register_forward_hook(lambda *_: None)
+
+
+class ByModule(TinyModule):
+    """Calls code of a module on some batches."""
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        if batch_idx % 100 == 99:
+            import helpers_of_a_script  # type: ignore[import-not-found]
+
+            helpers_of_a_script.best(outputs)
 
 
 class Generating(TinyModule):
@@ -191,6 +264,12 @@ class Evaluating(TinyModule):
         (ByText, False),
         (Decorated, False),
         (Helped, False),
+        (Late, False),
+        (Watching, False),
+        (lambda: Holding(Helper().best), False),
+        (lambda: Holding(Helper()), False),
+        (lambda: Holding(print), True),
+        (Hooked, False),
         (Generating, False),
         (Own, False),
         (Twice, False),
@@ -202,6 +281,16 @@ def test_a_head_leaves_if_a_training_takes_only_the_loss(
     build: Callable[[], TinyModule], expected: bool
 ) -> None:
     assert (sample_of(build()) is not None) is expected
+
+
+@pytest.mark.parametrize(("best", "expected"), [(best_of, False), (loss_of, True)])
+def test_code_in_another_module_is_read_too(
+    best: Callable[[Any], Tensor], expected: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    helpers = ModuleType("helpers_of_a_script")
+    monkeypatch.setattr(helpers, "best", best, raising=False)
+    monkeypatch.setitem(sys.modules, helpers.__name__, helpers)
+    assert (sample_of(ByModule()) is not None) is expected
 
 
 def test_callbacks_may_keep_it_too() -> None:
@@ -246,6 +335,8 @@ def test_the_setting_follows_the_code_of_the_step() -> None:
             return head_setting(made, find_decoder_layers(made), is_cut)
 
     assert setting(TinyModule) == setting(Evaluating) != setting(Reading)
+    assert setting(Shared) == setting(Shared) != setting(SharedReading)
+    assert setting(Hooked) == ""
     assert setting(TinyModule).startswith("could leave ")
     assert setting(TinyModule, is_cut=False) == setting(Rarely) == ""
 
@@ -336,8 +427,8 @@ def test_without_time_the_smallest_size_is_measured() -> None:
     assert [timing.micro_batch_size for timing in found.timings] == [1]
 
 
-@pytest.mark.parametrize("kind", [HeadPreparation, LayerTrial])
-def test_a_worker_that_cannot_run_it_is_measured_without_it(
+@pytest.mark.parametrize("kind", [HeadPreparation, LayerTrial, OptimizerTrial])
+def test_a_worker_that_cannot_run_or_train_it_is_measured_without_it(
     kind: type, caplog: pytest.LogCaptureFixture
 ) -> None:
     def failing(trial: Any) -> Any:
@@ -346,4 +437,5 @@ def test_a_worker_that_cannot_run_it_is_measured_without_it(
     with caplog.at_level("INFO"):
         found, _ = asked_of(failing)
     assert found.timings == []
-    assert "old-tower cannot run the head: no code" in caplog.text
+    what = "train" if kind is OptimizerTrial else "run"
+    assert f"old-tower cannot {what} the head: no code" in caplog.text

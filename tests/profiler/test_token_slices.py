@@ -10,9 +10,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM
-from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+from transformers.models.llama.modeling_llama import LlamaAttention, LlamaRotaryEmbedding
 
+from lightning_hetero import Plan, StagePlan
+from lightning_hetero.coordinator.token_slices import TokenSlices
 from lightning_hetero.devices.device import device_for
+from lightning_hetero.errors import ModelError
 from lightning_hetero.model.layer_call import LayerCall
 from lightning_hetero.pipeline.bench import Bench, LayerTrial
 from lightning_hetero.pipeline.boundary import Activation, Gradients, Surroundings
@@ -162,3 +165,23 @@ def bytes_of_stage(
         for number in reversed(range(num_slices)):
             stage.backward(Key(number), Gradients((torch.ones_like(outs.pop()),)))
         return held, meter.peak_bytes()
+
+
+class _Hiding(LlamaAttention):
+    """Leaves the cache empty where only shapes are computed."""
+
+    def forward(self, hidden_states: Tensor, **kwargs: Any) -> Any:
+        kept = None if hidden_states.is_meta else kwargs.get("past_key_values")
+        return super().forward(hidden_states, **{**kwargs, "past_key_values": kept})
+
+
+@pytest.mark.follows("Pass a plan of your own. Use `micro_batching='boundary'`")
+def test_a_layer_that_hides_its_keys_without_content_runs_by_a_plan_of_its_own() -> None:
+    layers = decoder()
+    shapes = on_meta(layers)
+    for each in (*layers, *shapes):
+        each.self_attn.__class__ = _Hiding
+    with pytest.raises(ModelError, match="Pass a plan of your own"):
+        describe_slices(example(layers), layers, shapes)
+    plan = Plan([StagePlan(["a"], (0, NUM_LAYERS))], 4)
+    assert len(TokenSlices(dict(enumerate(layers)), plan, "stop").cut.slices(TOKENS)) == 4
