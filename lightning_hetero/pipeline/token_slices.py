@@ -228,7 +228,8 @@ class Slice:
                     f"The attention mask of layer {number} lets a token attend to later tokens, as "
                     f"a prefix or an image does, so the layer is not causal. {REMEDY}"
                 )
-            if self.end < total and _spreads(rows):
+            # Windows hide all from padding on the right too, where no label counts.
+            if self.end < total and _spreads(tensor[..., :1, :]):
                 raise BatchError(
                     f"The attention mask of layer {number} hides all tokens from a token, as it "
                     "does for padding on the left. Attention then takes the mean of all tokens, "
