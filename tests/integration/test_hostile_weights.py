@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -10,8 +9,9 @@ from typing import Any
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
-from torch import Tensor, nn
+from torch import nn
 
+from lightning_hetero.coordinator.run_part import Contents, Loaded
 from lightning_hetero.coordinator.session import Coordinator
 from lightning_hetero.coordinator.worker_stages import RemoteStage
 from lightning_hetero.errors import StageFailed
@@ -25,7 +25,6 @@ from lightning_hetero.transport.deadlines import Deadlines
 
 from ..families import tiny_model
 
-Content = tuple[str, Tensor, dict[str, Tensor]]
 BYTES = torch.uint8
 
 
@@ -43,16 +42,16 @@ def stage_of(model: Any) -> RemoteStage:
     return RemoteStage(recipe, layers, partial(contents, layers), recompute=False)
 
 
-def contents(layers: dict[int, nn.Module], **changed: Any) -> Iterator[Content]:
+def contents(layers: dict[int, nn.Module], **changed: Any) -> Contents:
     """Random weights; for one in 4 bits other bytes, or other parts of its state, if said."""
     for name, tensor in named_tensors(layers):
         if not stored_in_four_bits(layers, name):
-            yield name, torch.rand(tensor.shape, dtype=tensor.dtype), {}
+            yield Loaded(name, torch.rand(tensor.shape, dtype=tensor.dtype), {})
             continue
         packed, state = pack(*locate(layers, name)[:2], torch.rand(24, 16))
         packed = changed.get("packed", packed)
         state = {part: changed.get(part, value) for part, value in state.items()}
-        yield name, packed, {} if changed.get("no_state") else state
+        yield Loaded(name, packed, {} if changed.get("no_state") else state)
 
 
 def deploy(address: str, stage: RemoteStage) -> None:
