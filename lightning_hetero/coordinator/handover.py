@@ -581,7 +581,10 @@ class HandOvers:
         under_way = self._plan.max_in_flight
         exchange = Exchange(self._stages, visit, under_way, dim, slices is not None)
         others = [*request.surroundings.carried.values()]
-        return exchange_whole(request.hidden, exchange, pieces, others)
+        found = exchange_whole(request.hidden, exchange, pieces, others)
+        if slices is not None:
+            slices.check_counted(request.surroundings.calls, found.hidden, request.hidden.shape[1])
+        return found
 
     def _compare_twins(self, pieces: Sequence[Request], request: Request) -> None:
         """Compare the layers on workers not compared before, by pieces that reach them."""

@@ -11,6 +11,8 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
+from functools import partial, reduce
+from operator import or_
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -23,7 +25,14 @@ from ..errors import BatchError, ModelError, PlanError
 from ..model.head import HeadLoss
 from ..model.kv_cache import cache_index
 from ..model.layer_call import LayerCall, caches_among, take_hidden, without_cache
-from ..model.layers import EMBEDDING_LAYER, NORM_LAYER, describe_layer, has_own_code, is_end
+from ..model.layers import (
+    EMBEDDING_LAYER,
+    LOSS_LAYER,
+    NORM_LAYER,
+    describe_layer,
+    has_own_code,
+    is_end,
+)
 from ..pipeline.boundary import Activation
 from ..pipeline.handover import Request
 from ..pipeline.microbatch import CheckFirstBatch
@@ -37,6 +46,8 @@ from ..pipeline.token_slices import (
     SlicePass,
     check_can_run_on_slices,
     check_form,
+    masks_of,
+    spread_tokens,
     work_of,
 )
 from ..pipeline.tolerance import GRADIENTS, HIDDEN_STATES, Rounding, end_or_warn
@@ -152,6 +163,35 @@ class TokenSlices:
         for number, answer in zip(numbers, answers, strict=True):
             dtypes = [request.hidden.dtype, request.surroundings.autocast_dtype]
             self._judge(number, answer, dtypes)
+
+    def check_counted(self, calls: Sequence[LayerCall], result: Tensor, num_tokens: int) -> None:
+        """Refuse a token in the loss that attends to all tokens alike: slices lack later ones.
+
+        Of a loss on a worker the labels show it now. Of another result its gradient shows it, and
+        the backward raises the error.
+
+        Args:
+            calls: The calls of layers for the sequence.
+            result: Their result.
+            num_tokens: The length of the sequence.
+
+        Raises:
+            BatchError: With the remedies.
+        """
+        # The last slice has all tokens.
+        end = self.cut.slices(num_tokens)[-1].start
+        named = [mask for call in calls for mask in masks_of(call, self._layers[call.layer_index])]
+        masks = {id(mask): mask for mask in named}.values()
+        spread = [spread_tokens(mask[..., :end, :]) for mask in masks]
+        spread = [tokens for tokens in spread if bool(tokens.any())]
+        if not spread or not result.requires_grad:
+            return
+        refuse = partial(_refuse_counted, reduce(or_, spread))
+        if calls[-1].layer_index == LOSS_LAYER:
+            given = shift_loss(calls[-1], num_tokens).kwargs
+            refuse(given["shift_labels"] != given["ignore_index"])
+        else:
+            result.register_hook(lambda gradient: refuse(gradient.nan_to_num(0.0).any(-1)))
 
     def prefix(self, request: Request) -> Request:
         """The first slice of a hand-over as a sequence of its own."""
@@ -294,7 +334,10 @@ class TokenSlices:
             results.append(result)
             one.end_forward()
         keys.cut_graph()
-        return _joined(results, number)
+        joined = _joined(results, number)
+        hidden = joined[0] if type(joined) is tuple else joined
+        self.check_counted([call], hidden, slices[-1].end)
+        return joined
 
     def _check_cache(self, number: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Refuse a key-value cache with content: slices have their own, and leave this one empty.
@@ -324,6 +367,21 @@ class TokenSlices:
         kind = hidden.device.type
         autocast = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
         self._judge(call.layer_index, answer, [hidden.dtype, autocast])
+
+
+def _refuse_counted(spread: Tensor, counted: Tensor) -> None:
+    """Refuse a token in the loss that attends to all tokens alike.
+
+    Args:
+        spread: Which of the first tokens attend so, of the shape (samples, tokens).
+        counted: Which tokens count in the loss, of such a shape.
+    """
+    if bool((counted[:, : spread.shape[1]] & spread).any()):
+        raise BatchError(
+            "The loss counts a token from which the attention mask hides all tokens, as a window "
+            "does for padding on the right. Attention then takes the mean of all tokens, and "
+            f"slices lack later ones. Set the labels of padding to -100. {REMEDY}"
+        )
 
 
 def _with_shifted_labels(request: Request) -> Request:

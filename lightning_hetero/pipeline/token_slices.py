@@ -228,8 +228,8 @@ class Slice:
                     f"The attention mask of layer {number} lets a token attend to later tokens, as "
                     f"a prefix or an image does, so the layer is not causal. {REMEDY}"
                 )
-            # Windows hide all from padding on the right too, where no label counts.
-            if self.end < total and _spreads(tensor[..., :1, :]):
+            # Windows hide all from padding on the right too: `check_counted` looks at its labels.
+            if self.end < total and bool(spread_tokens(tensor[..., :1, :]).any()):
                 raise BatchError(
                     f"The attention mask of layer {number} hides all tokens from a token, as it "
                     "does for padding on the left. Attention then takes the mean of all tokens, "
@@ -258,12 +258,25 @@ def _attended(mask: Tensor, number: int) -> Tensor:
     return mask > torch.finfo(mask.dtype).min / 2
 
 
-def _spreads(mask: Tensor) -> bool:
-    """Whether a token attends to all tokens alike, since a mask lowers all by the same number."""
+def spread_tokens(mask: Tensor) -> Tensor:
+    """Which tokens attend to all tokens alike, since a mask lowers all by the same number.
+
+    Args:
+        mask: The mask of a layer, of the shape (samples, heads, tokens, tokens).
+
+    Returns:
+        Truth values of the shape (samples, tokens).
+    """
     if mask.dtype == torch.bool:  # attention to nothing is 0
-        return False
+        return mask.new_zeros(mask.shape[0], mask.shape[2])
     most = mask.amax(-1)
-    return bool(((most <= torch.finfo(mask.dtype).min / 2) & (most > -math.inf)).any())
+    return ((most <= torch.finfo(mask.dtype).min / 2) & (most > -math.inf)).any(1)
+
+
+def masks_of(call: LayerCall, layer: nn.Module) -> list[Tensor]:
+    """The masks for each pair of tokens among the arguments of a layer's call."""
+    found = (value for name, _, value in _named(call, layer) if name == _MASK)
+    return [each for each in found if isinstance(each, Tensor) and each.ndim == 4]
 
 
 def _unknown(name: str, form: str, number: int) -> BatchError:

@@ -621,6 +621,45 @@ def test_a_mask_that_hides_all_tokens_is_refused_in_a_later_batch(workers: list[
         assert found.losses == pytest.approx(expected.losses, rel=1e-6)
 
 
+class _BeyondWindow(FamilyModule):
+    """The padding of the first sample is longer than the window."""
+
+    def __init__(self, is_counted: bool) -> None:
+        super().__init__(model_of("mistral", "eager"))
+        self.is_counted = is_counted
+
+    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
+        ids = batch["input_ids"]
+        mask = torch.ones_like(ids)
+        mask[0, -9:] = 0
+        labels = ids if self.is_counted else ids.masked_fill(mask == 0, -100)
+        loss: Tensor = self.model(input_ids=ids, attention_mask=mask, labels=labels).loss
+        return loss
+
+
+def _ends_away(workers: list[str]) -> Plan:
+    return Plan([StagePlan(workers[:1], (0, 4), embedding=True, head=True)], NUM_SLICES)
+
+
+@pytest.mark.follows("Set the labels of padding to -100. Use `micro_batching='boundary'`")
+@pytest.mark.parametrize("plan_for", [over_two, here_first, _ends_away])
+def test_padding_beyond_a_window_may_not_count_in_the_loss(
+    plan_for: PlanOf, workers: list[str]
+) -> None:
+    def run(is_counted: bool, strategy: Any = "auto") -> FamilyModule:
+        return fit(_BeyondWindow(is_counted), strategy, loader(BATCH_SIZE, BATCH_SIZE))
+
+    plan = plan_for(workers)
+    names = plan.workers
+    with pytest.raises(BatchError, match="The loss counts a token from which"):
+        run(True, in_slices(names, plan))
+    whole = HeteroPipelineStrategy(workers[:2], over_two(workers), micro_batching="boundary")
+    for is_counted, strategy in ((False, in_slices(names, plan)), (True, whole)):
+        expected, found = run(is_counted), run(is_counted, strategy)
+        assert found.losses == pytest.approx(expected.losses, rel=2e-7)
+        assert_close(joined(found.gradients), joined(expected.gradients), 0.0, 2 * TOLERANCE)
+
+
 @repeats("test_what_is_refused_trains_by_its_remedy")
 def test_halves_of_layers_are_refused(workers: list[str]) -> None:
     strategy = in_slices(workers[:1], plan_of(workers, (0, 8), NUM_SLICES), cut_layers=True)
