@@ -72,6 +72,15 @@ class LayersElsewhere(CacheLayerMixin):
     )
 
 
+def cache_of_one(layer: CacheLayerMixin, index: int) -> DynamicCache:
+    """A cache with the keys and values of one layer at an index."""
+    made = DynamicCache()
+    made.layer_class_to_replicate = None
+    elsewhere = [LayersElsewhere()] * index  # type: ignore[no-untyped-call]
+    made.layers.extend([*elsewhere, layer])
+    return made
+
+
 class CacheAway:
     """The identity of a cache kept on workers, shared by all its `LayerAway`."""
 

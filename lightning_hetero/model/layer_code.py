@@ -204,7 +204,7 @@ class _Survey:
         """All digests, when every function was followed."""
         while self._left:
             place, outermost, holder = self._left.pop()
-            *wrappers, own = _links(outermost)
+            *wrappers, own = links_of(outermost)
             _check_current(own.__code__, own.__code__.co_filename)
             words = [self._follow(own), holder, *_numbers_in(own)]
             for wrapper in wrappers:
@@ -227,7 +227,7 @@ class _Survey:
         self.add_class(type(module))
         for name, value in vars(module).items():
             for each in [value] if name in NAMES_OF_TORCH else values_in(value):
-                for function in _functions_in(each):
+                for function in functions_in(each):
                     if not _is_of_platform(home := _home_of(function)):
                         self.add(f"{told(home)}.{function.__qualname__}", function)
                 if is_object(each):
@@ -254,8 +254,8 @@ class _Survey:
             self._classes.add(base)
             for name, value in vars(base).items():
                 place, holder = f"{_place_of(base)}.{name}", _holder_of(value)
-                for function in _functions_in(value):
-                    if holder or not all(_is_of_platform(_home_of(f)) for f in _links(function)):
+                for function in functions_in(value):
+                    if holder or not all(_is_of_platform(_home_of(f)) for f in links_of(function)):
                         self._unnamed[name].append(_Found(place, function, holder))
                     elif name == "forward":
                         self._follow(function)
@@ -285,7 +285,7 @@ class _Survey:
 
     def _note_object(self, place: str, value: Any) -> None:
         """Note a callable object without a function inside."""
-        if (holder := _holder_of(value)) and not _functions_in(value):
+        if (holder := _holder_of(value)) and not functions_in(value):
             self._found[place] = holder
             if not is_installed(type(value).__module__):
                 self.add_class(type(value))
@@ -312,7 +312,7 @@ class _Survey:
     def _take(self, caller: str, module: str, name: str, found: Any) -> None:
         """Take the object that a caller finds in a module under a name."""
         place, holder = f"{told(module)}.{name}", _holder_of(found)
-        for inner in _functions_in(found):
+        for inner in functions_in(found):
             is_held = holder and _is_of_platform(module)
             if is_held or _counts(_home_of(inner), module, name, caller):
                 self.add(place, inner, holder)
@@ -325,7 +325,7 @@ class _Survey:
             self._note_object(place, found)
 
 
-def _links(function: FunctionType) -> Iterator[FunctionType]:
+def links_of(function: FunctionType) -> Iterator[FunctionType]:
     """A function, and the chain of functions wrapped by it: the last one was decorated."""
     link: Any = function
     while isinstance(link, FunctionType):
@@ -378,7 +378,7 @@ def _numbers_in(function: FunctionType) -> list[str]:
     return [f"{name}={number!r}" for name, number in given if type(number) in (int, float)]
 
 
-def _functions_in(value: Any) -> list[FunctionType]:
+def functions_in(value: Any) -> list[FunctionType]:
     """The functions of an attribute of a class."""
     if type(value) in _PLAIN:
         return []

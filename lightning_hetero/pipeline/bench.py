@@ -196,10 +196,10 @@ class LayerTrial:
     hidden_dtype: torch.dtype
     wants_gradient: bool
     surroundings: Surroundings
-    recompute: bool
-    dtype: torch.dtype | None
-    converts_weights: bool
-    patience_seconds: float
+    recompute: bool = False
+    dtype: torch.dtype | None = None
+    converts_weights: bool = True
+    patience_seconds: float = 0.0
 
     @property
     def numbers(self) -> list[int]:

@@ -5,13 +5,15 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from ..errors import ModelError
 from ..model.allowed_imports import Allowed
+from ..model.custom_layers import BlocksRecipe
 from ..model.recipe import Recipe, build_layers
 from ..model.tensors import first_names, named_tensors, set_tensor, stored_in_four_bits
 from ..protocol import messages as m
+from ..protocol.frames import Content
 from ..protocol.tensor_bytes import DTYPES, TensorSpec, dtype_name
 
 
@@ -50,6 +52,24 @@ def build_for_values(
         if tensor.dtype != dtypes[name] and not stored_in_four_bits(numbered, name):
             set_tensor(numbered, name, tensor.to(dtypes[name]))
     return layers
+
+
+def buffers_of(layers: Mapping[int, nn.Module]) -> dict[str, Tensor]:
+    """The buffers of layers with a value here, by name."""
+    return {
+        f"{number}.{name}": buffer
+        for number, layer in layers.items()
+        for name, buffer in layer.named_buffers(remove_duplicate=False)
+        if not buffer.is_meta
+    }
+
+
+def preparation(
+    recipe: Recipe | BlocksRecipe, layers: Mapping[int, nn.Module], buffers: Mapping[str, Tensor]
+) -> Content:
+    """The message for a worker to build layers with made-up weights, and these buffers."""
+    message = m.PrepareLayers(recipe.to_json(), describe_parameters(layers), [*buffers])
+    return message, [*buffers.values()]
 
 
 def describe_parameters(

@@ -27,17 +27,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
-from transformers import DynamicCache
 from transformers.cache_utils import DynamicLayer
 
 from ..errors import BatchError, ModelError, RemoteProtocolError
-from ..model.kv_cache import LayersElsewhere, cache_index
+from ..model.kv_cache import cache_index, cache_of_one
 from ..model.layer_call import SLICES, CacheUse, LayerCall, Place, put_hidden
 from ..model.layers import EMBEDDING_LAYER, LOSS_LAYER, describe_layer, is_end
 from ..model.placeholders import instances_in, mapped
 from ..model.stored import describe_stored
-from .slice_cut import Work as Work
-from .slice_cut import cut_by_work as cut_by_work
+from .slice_cut import Work, cut_by_work
 from .sliced_loss import of_slice
 
 Call = Callable[..., Any]
@@ -67,9 +65,14 @@ def _num_weights(layer: nn.Module) -> int:
     return sum(packed.get(name.removesuffix(".weight"), count) for name, count in matrices)
 
 
+def config_of(layer: nn.Module) -> Any:
+    """The config of the attention in a layer; None without one."""
+    return next((m.config for m in layer.modules() if hasattr(m, "config")), None)
+
+
 def _growth_of(layer: nn.Module) -> float:
     """The multiplications of a layer for each token and each token before it."""
-    config = next((m.config for m in layer.modules() if hasattr(m, "config")), None)
+    config = config_of(layer)
     # Where layers have different windows, each attention has its own.
     windows = [m.sliding_window for m in layer.modules() if hasattr(m, "sliding_window")]
     window = next(iter(windows), getattr(config, "sliding_window", None))
@@ -609,10 +612,6 @@ class SlicePass:
             )
         self.is_last = self.end == num_tokens
         cached = self.keys.cache(call.layer_index, use.length, num_tokens)
-        made = DynamicCache()
-        made.layer_class_to_replicate = None
-        made.layers.extend([LayersElsewhere()] * index)  # type: ignore[no-untyped-call]
-        made.layers.append(cached)
         self._caches[call.layer_index] = cached
         args, kwargs = [*call.args], dict(call.kwargs)
         if use.length and _wants_mask(layer):
@@ -621,7 +620,7 @@ class SlicePass:
             # Without a mask, torch would align the first query with the first key.
             mask = self._causal(length, hidden, layer) if given is None else given
             _put(args, kwargs, place, mask)
-        _put(args, kwargs, use.place, made)
+        _put(args, kwargs, use.place, cache_of_one(cached, index))
         return tuple(args), kwargs
 
     def _causal(self, length: int, hidden: Tensor, layer: nn.Module) -> Tensor:

@@ -9,12 +9,12 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from itertools import pairwise, product
+from itertools import pairwise
 
 import numpy as np
 
 from ..plan import COORDINATOR
-from .candidates import Candidate, Costs, Hops, Range, Seat, as_replicas
+from .candidates import Candidate, Costs, Hops, Range, Seat, as_replicas, pairs_of
 from .costs import BothEnds
 from .layer_split import (
     Choice,
@@ -284,8 +284,7 @@ def lefts_of(costs: Costs, teams: Sequence[Sequence[str]]) -> list[tuple[bool, b
         return [(False, False)]
     is_hosted = any(COORDINATOR in team for team in teams)
     may_leave = costs.profile.model.embedding_may_leave and COORDINATOR not in teams[0]
-    head_may_leave = not is_hosted and costs.may_hold_head(teams[-1])
-    return [*product((False, True)[: 1 + may_leave], (False, True)[: 1 + head_may_leave])]
+    return pairs_of(may_leave, not is_hosted and costs.may_hold_head(teams[-1]))
 
 
 def place(way: Arrangement, below: float = math.inf) -> list[Candidate]:

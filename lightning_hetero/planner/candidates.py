@@ -213,8 +213,13 @@ def lefts_of_any(costs: Costs, workers: Sequence[str]) -> list[tuple[bool, bool]
     """Whether the embedding and the head may be on some of these workers: the possible pairs, the
     last one with most ends on workers."""
     may_leave = costs.profile.model.embedding_may_leave and bool(workers)
-    head_may_leave = any(costs.may_hold_head([name]) for name in workers)
-    return [*product((False, True)[: 1 + may_leave], (False, True)[: 1 + head_may_leave])]
+    return pairs_of(may_leave, any(costs.may_hold_head([name]) for name in workers))
+
+
+def pairs_of(embedding_may_leave: bool, head_may_leave: bool) -> list[tuple[bool, bool]]:
+    """Whether embedding and head have left the coordinator: the possible pairs, the last one with
+    most ends on workers."""
+    return [*product((False, True)[: 1 + embedding_may_leave], (False, True)[: 1 + head_may_leave])]
 
 
 def ends_here(embedding_left: bool, head_left: bool) -> tuple[tuple[str, ...], tuple[str, ...]]:

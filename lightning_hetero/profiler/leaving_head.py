@@ -33,8 +33,7 @@ from ..model.tensors import gradient_bytes, named_tensors, stored_bytes
 from ..pipeline.bench import LayerTrial
 from ..pipeline.boundary import Surroundings
 from ..pipeline.handover import surroundings_here
-from ..pipeline.stage_layers import describe_parameters
-from ..protocol import messages as m
+from ..pipeline.stage_layers import buffers_of, preparation
 from ..protocol.frames import Content
 from .embedding_and_head import EndsRunner
 from .named_in_code import own_methods, said_in
@@ -151,10 +150,8 @@ def head_sample(runner: EndsRunner, batches: Mapping[int, Any]) -> HeadSample | 
     parts = _head_of(runner.module, runner.layers)
     if parts is None:
         return None
-    found: dict[int, tuple[Tensor, Surroundings]] = {}
     try:
-        for size, batch in batches.items():
-            found[size] = _called(runner, parts, batch)
+        found = {size: _called(runner, parts, batch) for size, batch in batches.items()}
         _called(runner, parts, batches[min(batches)], _LATE_BATCH)
         if runner.module.trainer.enable_validation:
             with _away(runner, parts, _NoWorker(parts)):
@@ -165,35 +162,18 @@ def head_sample(runner: EndsRunner, batches: Mapping[int, Any]) -> HeadSample | 
         return None
     modules = {number: part.module for number, part in parts.items()}
     parameters = [p for module in modules.values() for p in module.parameters()]
-    buffers = {
-        f"{number}.{name}": buffer
-        for number, module in modules.items()
-        for name, buffer in module.named_buffers(remove_duplicate=False)
-    }
     recipe = write_recipe(runner.module, [*parts.items()])
-    prepare = m.PrepareLayers(recipe.to_json(), describe_parameters(modules), [*buffers])
     size, (hidden, _) = min(found.items())
     num_rows = modules[LOGITS_LAYER].get_parameter("weight").shape[0]
     return HeadSample(
-        (prepare, [*buffers.values()]),
-        {size: _trial(*each) for size, each in found.items()},
+        preparation(recipe, modules, buffers_of(modules)),
+        {
+            size: LayerTrial(tuple(hidden.shape), hidden.dtype, True, around)
+            for size, (hidden, around) in found.items()
+        },
         stored_bytes(modules),
         gradient_bytes(parameters),
         hidden.shape[:-1].numel() * num_rows * hidden.itemsize // size,
-    )
-
-
-def _trial(hidden: Tensor, around: Surroundings) -> LayerTrial:
-    """The trial of the head; its patience is set later."""
-    return LayerTrial(
-        hidden_shape=tuple(hidden.shape),
-        hidden_dtype=hidden.dtype,
-        wants_gradient=True,
-        surroundings=around,
-        recompute=False,
-        dtype=None,
-        converts_weights=True,
-        patience_seconds=0.0,
     )
 
 

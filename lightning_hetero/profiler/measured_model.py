@@ -39,7 +39,12 @@ from ..model.tensors import ends_of, gradient_bytes, num_trained, stored_bytes, 
 from ..pipeline.bench import Bench, LayerTrial, OptimizerTrial
 from ..pipeline.handover import Request, surroundings_here
 from ..pipeline.microbatch import NOTHING_SAID, BatchOptions
-from ..pipeline.stage_layers import build_for_values, describe_parameters
+from ..pipeline.stage_layers import (
+    buffers_of,
+    build_for_values,
+    describe_parameters,
+    preparation,
+)
 from ..plan import Dtype, Plan
 from ..planner.profile import ModelProfile, Part, SliceProfile
 from ..protocol import messages as m
@@ -111,13 +116,7 @@ class Blueprint:
         numbers = sorted({kind: number for number, kind in enumerate(kinds)}.values())
         chosen = [(number, layers[number]) for number in numbers]
         modules = {number: layer.module for number, layer in chosen}
-        buffers = {
-            f"{number}.{name}": buffer
-            for number, module in modules.items()
-            for name, buffer in module.named_buffers(remove_duplicate=False)
-            if not buffer.is_meta
-        }
-        return cls(kinds, modules, write_recipe(root, chosen), buffers)
+        return cls(kinds, modules, write_recipe(root, chosen), buffers_of(modules))
 
     def number_of(self, kind: str) -> int:
         """The number of a kind's sample layer."""
@@ -141,9 +140,7 @@ class Blueprint:
 
     def for_workers(self) -> Content:
         """The message for a worker to build the layers."""
-        specs = describe_parameters(self.layers)
-        message = m.PrepareLayers(self.recipe.to_json(), specs, list(self.buffers))
-        return message, list(self.buffers.values())
+        return preparation(self.recipe, self.layers, self.buffers)
 
 
 @dataclass
@@ -166,16 +163,7 @@ class MadeUpOutputs:
         key = number, len(hidden), tuple(kinds)
         if key not in self._known:
             around = surroundings_here(hidden, [replace(call, layer_index=number)], kinds)
-            trial = LayerTrial(
-                hidden_shape=tuple(hidden.shape),
-                hidden_dtype=hidden.dtype,
-                wants_gradient=False,
-                surroundings=around,
-                recompute=False,
-                dtype=None,
-                converts_weights=True,
-                patience_seconds=0.0,
-            )
+            trial = LayerTrial(tuple(hidden.shape), hidden.dtype, False, around)
             self._known[key] = list(self.bench.collected(trial))
         return [(kind, _leaf(tensor)) for kind, tensor in self._known[key]]
 

@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterable, Iterator, Mapping
-from pathlib import PurePath
 from types import CodeType, FunctionType, MethodType, ModuleType
 from typing import Any
+
+from ..model.layer_code import functions_in, links_of
+from ..model.outer_values import is_installed, package_of
 
 _LIBRARIES = frozenset(
     {
@@ -32,13 +34,13 @@ def own_methods(
     """
     own, held = _own_classes(map(type, objects)), [*held]
     packages = set(map(_package, own))
-    bases = (base for each in held for base in type(each).__mro__)
-    own.update(dict.fromkeys(base for base in bases if _is_own(_package(base), packages)))
+    bases = (base for kind in dict.fromkeys(map(type, held)) for base in kind.__mro__)
+    own.update(dict.fromkeys(base for base in bases if _is_own(_module(base), packages)))
     for each in own:
         for name, member in vars(each).items():
             yield name, frozenset(_said_by_member(member, packages, set(), {}))
     for each in held:
-        if isinstance(each, (FunctionType, MethodType)) and _is_own(_package(each), packages):
+        if isinstance(each, (FunctionType, MethodType)) and _is_own(_module(each), packages):
             yield each.__name__, frozenset(_said_by_member(each, packages, set(), {}))
 
 
@@ -54,7 +56,7 @@ def said_in(kind: type, names: Iterable[str]) -> list[Any]:
         for name in names
         for each in _said_by_member(getattr(kind, name), packages, seen, methods)
     ]
-    return [*said, *sorted(code.co_code for code in seen)]
+    return [*said, *sorted(each.co_code for each in seen if isinstance(each, CodeType))]
 
 
 def _own_classes(classes: Iterable[type]) -> dict[type, None]:
@@ -64,39 +66,46 @@ def _own_classes(classes: Iterable[type]) -> dict[type, None]:
 
 
 def _package(found: Any) -> str:
-    return str(getattr(found, "__module__", None) or "").partition(".")[0]
+    return package_of(_module(found))
 
 
-def _is_own(package: str, packages: set[str]) -> bool:
-    """Whether a package is of the user's classes, or is not installed."""
+def _module(found: Any) -> str:
+    return str(getattr(found, "__module__", None) or "")
+
+
+def _is_own(module: str, packages: set[str]) -> bool:
+    """Whether a module is of a package of the user's classes, or of no library. Code may make a
+    module too; it has no file then."""
+    package = package_of(module)
     if package in packages:
         return True
     if not package or package in _LIBRARIES or package in sys.stdlib_module_names:
         return False
-    file = getattr(sys.modules.get(package), "__file__", None) or ""
-    return not {"site-packages", "dist-packages"} & {*PurePath(file).parts}
+    has_file = getattr(sys.modules.get(module), "__file__", None) is not None
+    return not (has_file and is_installed(module))
 
 
 def _said_by_member(
     member: Any, packages: set[str], seen: set[Any], methods: Mapping[str, Any]
 ) -> Iterator[Any]:
     if isinstance(member, type):
+        if member in seen:
+            return
+        seen.add(member)
         for inner in vars(member).values():
             yield from _said_by_member(inner, packages, seen, methods)
         return
-    function = _function_of(member)
-    code = getattr(function, "__code__", None)
-    if code is None or code in seen:
-        return
-    seen.add(code)
-    names = [*_said_in(code)]
-    yield from names
-    texts = [each for each in names if isinstance(each, str)]
-    for found in _named(texts, function.__globals__, packages):
-        yield from _said_by_member(found, packages, seen, methods)
-    for name in texts:
-        if name in methods:
-            yield from _said_by_member(methods[name], packages, seen, methods)
+    # Of a decorated function the innermost one is the user's.
+    for *_, function in map(links_of, functions_in(member)):
+        if function.__code__ in seen:
+            continue
+        seen.add(function.__code__)
+        names = [*_said_in(function.__code__)]
+        yield from names
+        texts = [each for each in names if isinstance(each, str)]
+        named = [methods[name] for name in texts if name in methods]
+        for found in (*_named(texts, function.__globals__, packages), *named):
+            yield from _said_by_member(found, packages, seen, methods)
 
 
 def _named(names: list[str], around: dict[str, Any], packages: set[str]) -> Iterator[Any]:
@@ -107,21 +116,11 @@ def _named(names: list[str], around: dict[str, Any], packages: set[str]) -> Iter
         for name in names:
             found = scope.get(name)
             if isinstance(found, ModuleType):
-                package = found.__name__.partition(".")[0]
-                if found.__name__ not in looked_in and _is_own(package, packages):
+                if found.__name__ not in looked_in and _is_own(found.__name__, packages):
                     looked_in.add(found.__name__)
                     scopes.append(vars(found))
-            elif isinstance(found, (FunctionType, type)) and _is_own(_package(found), packages):
+            elif isinstance(found, (FunctionType, type)) and _is_own(_module(found), packages):
                 yield found
-
-
-def _function_of(member: Any) -> Any:
-    """The function of a method or a property, without decorators."""
-    inside = (getattr(member, name, None) for name in ("fget", "func", "__func__"))
-    function = next(filter(None, inside), member)
-    while hasattr(function, "__wrapped__"):
-        function = function.__wrapped__
-    return function
 
 
 def _said_in(code: CodeType) -> Iterator[Any]:

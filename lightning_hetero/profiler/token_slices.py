@@ -13,11 +13,10 @@ from typing import Any
 
 from msgspec import structs
 from torch import Tensor, nn
-from transformers import DynamicCache
 from transformers.cache_utils import DynamicLayer
 
 from ..errors import ModelError
-from ..model.kv_cache import LayersElsewhere, cache_index
+from ..model.kv_cache import cache_index, cache_of_one
 from ..model.layer_call import LayerCall, result_on_meta
 from ..model.layers import describe_layer
 from ..model.stored import shapes_only
@@ -27,6 +26,7 @@ from ..pipeline.token_slices import (
     SliceCut,
     check_can_run_on_slices,
     check_form,
+    config_of,
     work_of,
 )
 from ..planner.profile import SliceProfile, Timing
@@ -137,11 +137,8 @@ def _keys_and_values(layer: nn.Module, call: LayerCall, hidden: Tensor) -> int:
     cut = Slice(0, num_tokens, num_tokens).cut_call(call, layer)
     args, kwargs = [*cut.args], dict(cut.kwargs)
     if cut.cache is not None:
-        cache = DynamicCache()
-        cache.layers.extend([LayersElsewhere()] * (cache_index(layer) or 0))  # type: ignore[no-untyped-call]
-        cache.layers.append(kept)
         given: Any = args if isinstance(cut.cache.place, int) else kwargs
-        given[cut.cache.place] = cache
+        given[cut.cache.place] = cache_of_one(kept, cache_index(layer) or 0)
     whole = replace(cut, args=tuple(args), kwargs=kwargs, cache=None)
     with shapes_only(layer):
         result_on_meta(layer, whole, hidden, {})
@@ -155,10 +152,6 @@ def _keys_and_values(layer: nn.Module, call: LayerCall, hidden: Tensor) -> int:
     return sum(each.nbytes for each in found)
 
 
-def _config_of(layer: nn.Module) -> object:
-    return next((m.config for m in layer.modules() if hasattr(m, "config")), None)
-
-
 def _copied_bytes(layer: nn.Module, kept_bytes: int, hidden: Tensor) -> int:
     """The bytes of attention's copies of all keys and values. With a mask, attention repeats keys
     for all heads that share them; eager attention may copy them too.
@@ -168,7 +161,7 @@ def _copied_bytes(layer: nn.Module, kept_bytes: int, hidden: Tensor) -> int:
         kept_bytes: Its keys and values.
         hidden: Its hidden states.
     """
-    config: Any = _config_of(layer)
+    config = config_of(layer)
     num_heads: int = getattr(config, "num_attention_heads", None) or 1
     features = getattr(config, "head_dim", None) or hidden.shape[-1] // num_heads
     of_heads = 2 * num_heads * features * hidden.shape[:-1].numel() * hidden.dtype.itemsize
@@ -178,9 +171,9 @@ def _copied_bytes(layer: nn.Module, kept_bytes: int, hidden: Tensor) -> int:
 def _pair_bytes(layer: nn.Module, itemsize: int) -> int:
     """The bytes of a token and another token under its attention: a mask of truth values and of
     numbers, and in eager attention the weights of each head, also in float32."""
-    num_heads: int = getattr(_config_of(layer), "num_attention_heads", None) or 1
+    num_heads: int = getattr(config_of(layer), "num_attention_heads", None) or 1
     return 1 + itemsize + _is_eager(layer) * num_heads * (4 + itemsize)
 
 
 def _is_eager(layer: nn.Module) -> bool:
-    return getattr(_config_of(layer), "_attn_implementation", None) == "eager"
+    return getattr(config_of(layer), "_attn_implementation", None) == "eager"

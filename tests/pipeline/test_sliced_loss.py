@@ -18,9 +18,10 @@ from lightning_hetero.model.layer_call import LayerCall, put_hidden
 from lightning_hetero.model.layers import LOGITS_LAYER, LOSS_LAYER, NORM_LAYER
 from lightning_hetero.pipeline.boundary import Activation, Gradients, Surroundings
 from lightning_hetero.pipeline.rule import Key
+from lightning_hetero.pipeline.slice_cut import Work
 from lightning_hetero.pipeline.sliced_loss import shift_loss
 from lightning_hetero.pipeline.stage import Stage
-from lightning_hetero.pipeline.token_slices import Slice, SliceCut, Work, check_form
+from lightning_hetero.pipeline.token_slices import Slice, SliceCut, check_form
 from lightning_hetero.pipeline.trial_slices import loss_difference
 
 from ..families import tiny_model

@@ -17,15 +17,14 @@ from lightning_hetero.model.layer_call import LayerCall
 from lightning_hetero.pipeline.boundary import Activation, Gradients, Surroundings
 from lightning_hetero.pipeline.handover import Exchange, Request, exchange_whole
 from lightning_hetero.pipeline.rule import Key
+from lightning_hetero.pipeline.slice_cut import Work, cut_by_work
 from lightning_hetero.pipeline.stage import Stage
 from lightning_hetero.pipeline.token_slices import (
     SequenceKeys,
     Slice,
     SliceCut,
     SlicePass,
-    Work,
     check_form,
-    cut_by_work,
     refusal,
     work_of,
 )

@@ -242,6 +242,16 @@ class Failing(TinyModule):
         return loss
 
 
+class Linked(TinyModule):
+    """Has a class that has this one."""
+
+    class Inner:
+        pass
+
+
+Linked.Inner.outer = Linked  # type: ignore[attr-defined]
+
+
 class Evaluating(TinyModule):
     """Reads logits in evaluations alone."""
 
@@ -254,6 +264,7 @@ class Evaluating(TinyModule):
     [
         (TinyModule, True),
         (Evaluating, True),
+        (Linked, True),
         (lambda: OfFamily("gpt2", tie_word_embeddings=False), True),
         (lambda: TinyModule(tie_word_embeddings=True), False),
         (lambda: OfFamily("gemma2", tie_word_embeddings=False), False),
