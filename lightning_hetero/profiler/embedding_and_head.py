@@ -360,7 +360,7 @@ class EndsRunner:
             return self._stepped(batch, _Pass(self.device), {}, evaluates=True)[0]
         finally:
             for module, mode in modes.items():
-                module.training = mode  # `train` may do more in a class of the user
+                module.train(mode)  # an outer one comes before its inner ones
 
     def measure(self, batch: Any, patience_seconds: float) -> dict[str, m.LayerMeasured]:
         """Measure both ends on a micro-batch; they have gradients afterwards.
