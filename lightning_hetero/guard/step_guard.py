@@ -151,9 +151,14 @@ class CheckedSteps:
         check = FirstBatchCheck(trial, self._options.loss_weighting, checks)
         check.run(batch, self._options.batches.check)
 
-    def begin_microbatches(self) -> None:
-        """Note that the micro-batches of the batch run next."""
+    def begin_microbatches(self) -> bool:
+        """Note that the micro-batches of the batch run next.
+
+        Returns:
+            Whether their losses are compared with the losses alone.
+        """
         self._own_attributes.begin_step()
+        return self._interleaving.alone is not None
 
     @contextmanager
     def part(self, microbatch: int) -> Iterator[None]:

@@ -78,6 +78,8 @@ class BatchWork:
         first: The number of its first micro-batch in the accumulation window.
         name: Names the batch in an error of a later backward.
         is_before_step: Whether an optimizer steps after the batch.
+        starts_first: Whether its micro-batches begin as early as they may, whatever the driver's
+            other batches do.
     """
 
     microbatches: Sequence[MicrobatchStep]
@@ -86,6 +88,7 @@ class BatchWork:
     first: int = 0
     name: str = "an earlier batch"
     is_before_step: bool = True
+    starts_first: bool = False
 
     @property
     def numbers(self) -> range:
@@ -395,7 +398,7 @@ class _RunningStep:
             ready,
             self._in_flight,
             self.max_started,
-            self.driver.starts_first,
+            self.driver.starts_first or self._batch.starts_first,
             [action for action in ready if self._runs_layers(action)],
         )
         if action is None:

@@ -37,8 +37,8 @@ class _UncheckedSteps:
     ) -> bool:
         return False
 
-    def begin_microbatches(self) -> None:
-        pass
+    def begin_microbatches(self) -> bool:
+        return False
 
     def part(self, microbatch: int) -> AbstractContextManager[None]:
         return nullcontext()

@@ -8,8 +8,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import astuple
 from pathlib import Path
+from typing import Any
 
 import pytest
+
+from lightning_hetero.coordinator.steps import RemoteStages
+from lightning_hetero.pipeline.boundary import Activation
+from lightning_hetero.pipeline.handover import Returned
 
 from ..conftest import worker_process
 from ..pairwise import covering, keeping, meeting, sweeping
@@ -51,6 +56,36 @@ def test_a_cell_is_what_the_page_says(cell: Cell, worker: str) -> None:
         assert MARKS[found] in told, words
     else:
         assert MARKS[found] == expected, words
+
+
+def test_quick_workers_hide_nothing(monkeypatch: pytest.MonkeyPatch, worker: str) -> None:
+    """Each forward is back before the next micro-batch may start, so by chance none would meet."""
+    under_way = 0
+    send, note = RemoteStages.send_forward, RemoteStages._returned
+    take = RemoteStages.take_arrived
+
+    def counted(self: RemoteStages, *request: Any, **options: Any) -> None:
+        nonlocal under_way
+        under_way += 1
+        send(self, *request, **options)
+
+    def noted(self: RemoteStages, *arrived: Any) -> Returned | None:
+        nonlocal under_way
+        returned = note(self, *arrived)
+        under_way -= returned is not None and isinstance(returned.content, Activation)
+        return returned
+
+    def patient(self: RemoteStages) -> list[Returned]:
+        found = take(self)
+        while under_way:
+            found.append(self.receive())
+        return found
+
+    monkeypatch.setattr(RemoteStages, "send_forward", counted)
+    monkeypatch.setattr(RemoteStages, "_returned", noted)
+    monkeypatch.setattr(RemoteStages, "take_arrived", patient)
+    found, words = outcome_of(Cell("class", "step", "loss"), worker)
+    assert found == "refused", words
 
 
 # What a layer on a worker keeps is refused in the safe mode too.

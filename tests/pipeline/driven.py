@@ -143,6 +143,7 @@ class Pipeline:
         limit: int,
         factors: list[float] | None = None,
         accumulate: bool = False,
+        starts_first: bool = False,
     ) -> list[Any]:
         """One step, with its gradients in ``.grad`` at the end."""
         factors = factors or [1 / len(inputs)] * len(inputs)
@@ -153,9 +154,8 @@ class Pipeline:
             )
             for tokens, factor in zip(inputs, factors, strict=True)
         ]
-        results = self.driver.run(
-            BatchWork(work, self.chain.step + 1, accumulate), Limits(limit, self.max_started)
-        )
+        batch = BatchWork(work, self.chain.step + 1, accumulate, starts_first=starts_first)
+        results = self.driver.run(batch, Limits(limit, self.max_started))
         if not accumulate:
             self.model.zero_grad()
         self.driver.gradients.publish()
