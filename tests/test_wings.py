@@ -33,6 +33,7 @@ WINGS = {
         "coordinator.snapshots",
         "coordinator.takeover",
         "pipeline.journal",
+        "worker.second_processes",
         "worker.sent_messages",
         "worker.snapshots",
         "worker.takeover",
