@@ -253,7 +253,8 @@ class Supervisor:
             elif isinstance(key.data, _Member):
                 self._hear(key.data, on_ready)
             elif not os.read(key.fd, 2**16):
-                self._end_at_once()
+                self._end_all()  # the coordinator is gone, so a report is useless
+                exit_at_once(0)
         self._bury()
         self._end_hanging()
 
@@ -458,11 +459,6 @@ class Supervisor:
             os.waitpid(member.pid, 0)
             member.pipe.close()
         self._members.clear()
-
-    def _end_at_once(self) -> NoReturn:
-        """End at once: the coordinator is gone, so a report is useless."""
-        self._end_all()
-        exit_at_once(0)
 
 
 def serve_one_session(
