@@ -22,7 +22,7 @@ WINGS = {
     "guard": ["coordinator.twins", "guard"],
     "half_layers": ["model.half_layers"],
     "launch": ["coordinator.fleet", "launch"],
-    "layer_code": ["coordinator.twins", "model.layer_code"],
+    "layer_code": ["model.layer_code"],
     "lazy_weights": ["model.lazy_weights", "model.checkpoint_reader"],
     "moves": ["coordinator.moves", "replan", "worker.moves"],
     "pairing": ["pairing"],
