@@ -22,6 +22,7 @@ WINGS = {
     "guard": ["coordinator.twins", "guard"],
     "half_layers": ["model.half_layers"],
     "launch": ["coordinator.fleet", "launch"],
+    "layer_code": ["model.layer_code"],
     "lazy_weights": ["model.lazy_weights", "model.checkpoint_reader"],
     "moves": ["coordinator.moves", "replan", "worker.moves"],
     "pairing": ["pairing"],
@@ -33,6 +34,7 @@ WINGS = {
         "coordinator.snapshots",
         "coordinator.takeover",
         "pipeline.journal",
+        "worker.second_processes",
         "worker.sent_messages",
         "worker.snapshots",
         "worker.takeover",
@@ -47,9 +49,18 @@ WINGS = {
     "verify": ["verify"],
 }
 
+# What a run without a wing warns of, once.
+WARNINGS = {
+    "guard": ["Nothing checks this run for wrong numbers"],
+    "layer_code": [
+        "Nothing checks this run for wrong numbers",
+        "Nothing compares the code of layers here with the code on their workers",
+    ],
+}
+
 # The process forgets the package that it has imported, and imports the one in a folder.
 TRAINING = """
-import hashlib, os, sys
+import hashlib, os, sys, warnings
 
 for name in [each for each in sys.modules if each.partition(".")[0] == "lightning_hetero"]:
     del sys.modules[name]
@@ -65,6 +76,7 @@ from lightning_hetero.worker.worker import Worker
 from tests.models import TinyModule, fit
 
 assert lightning_hetero.__file__.startswith(sys.argv[1])
+warnings.showwarning = lambda message, *_, **__: print(message)
 listener = listen(Address("127.0.0.1", 0))
 address = str(address_of(listener))
 worker = os.fork()
@@ -88,8 +100,6 @@ print("digest", found.hexdigest())
 REFUSED = (
     TRAINING[: TRAINING.index("try:")]
     + """
-import warnings
-
 from lightning.pytorch.callbacks import Callback
 
 
@@ -128,7 +138,7 @@ finally:
 
 
 def words_without(folder: Path, script: str, *modules: str) -> str:
-    """What a script prints where these modules are missing."""
+    """What a script prints and warns of where these modules are missing."""
     package = folder / "lightning_hetero"
     shutil.copytree(ROOT / package.name, package, ignore=shutil.ignore_patterns("__pycache__"))
     for module in modules:
@@ -143,21 +153,26 @@ def words_without(folder: Path, script: str, *modules: str) -> str:
     return output
 
 
-def digest_without(folder: Path, *modules: str) -> str:
-    """What the weights are after three steps over a worker, without these modules."""
-    words = words_without(folder, TRAINING, *modules).split()
+def digest_in(output: str) -> str:
+    """What the weights are after the three steps of `TRAINING` over a worker."""
+    words = output.split()
     return words[words.index("digest") + 1]
 
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory: pytest.TempPathFactory) -> str:
     """The digest with all modules."""
-    return digest_without(tmp_path_factory.mktemp("whole"))
+    output = words_without(tmp_path_factory.mktemp("whole"), TRAINING)
+    assert "install" not in output
+    return digest_in(output)
 
 
+@pytest.mark.follows("lacks `model.layer_code`; install the whole package.")
 @pytest.mark.parametrize("wing", WINGS)
 def test_the_core_trains_without_a_wing(wing: str, whole: str, tmp_path: Path) -> None:
-    assert digest_without(tmp_path, *WINGS[wing]) == whole
+    output = words_without(tmp_path, TRAINING, *WINGS[wing])
+    assert digest_in(output) == whole
+    assert [text for text in WARNINGS.get(wing, ()) if output.count(text) != 1] == []
 
 
 @pytest.mark.follows("this installation lacks them: install the whole package, or give a Plan.")

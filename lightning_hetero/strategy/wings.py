@@ -86,7 +86,7 @@ def _lookout(*run: Any) -> Any:
 def deployment_parts() -> DeploymentParts:
     """The parts of a deployment, as far as they are installed."""
     parts: dict[str, Any] = {}
-    if _has("coordinator.twins"):
+    if _has("coordinator.twins") and _has("model.layer_code"):
         from ..coordinator.twins import Twins
 
         parts["twins"] = Twins
@@ -118,7 +118,8 @@ def halves_of_layers(layers: Sequence[DecoderLayer]) -> list[DecoderLayer]:
 
 def run_guard(module: pl.LightningModule, options: StepOptions) -> Guard:
     """The watch for silent mistakes in a training."""
-    missing = [name for name in ("guard", "coordinator.twins") if not _has(name)]
+    needed = ("guard", "coordinator.twins", "model.layer_code")
+    missing = [name for name in needed if not _has(name)]
     if missing and options.batches.check != "off":
         rank_zero_warn(
             "Nothing checks this run for wrong numbers, or not all of it, since lightning_hetero "

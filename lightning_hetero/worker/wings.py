@@ -17,7 +17,17 @@ from .neighbors import SessionNeighbors
 from .parts import SessionPart, SessionSite, SoleHolder, no_part
 
 if TYPE_CHECKING:
+    from .second_processes import Beside
     from .streamed_weights import Home, StreamedWeights
+
+
+def other_processes() -> Beside | None:
+    """The processes of a worker beside this one; None without the part for them."""
+    if not _has("second_processes"):
+        return None
+    from .second_processes import Beside
+
+    return Beside()
 
 
 def session_parts(site: SessionSite) -> list[SessionPart]:
@@ -47,10 +57,10 @@ def session_parts(site: SessionSite) -> list[SessionPart]:
         from .sent_messages import SessionSentMessages
 
         found.append(SessionSentMessages(site.neighbors, site.replicas))
-    if _has("takeover"):
+    if _has("takeover") and site.host.beside is not None:
         from .takeover import SessionTakeover
 
-        found.append(SessionTakeover(site.coordinator, site.host, site.budget))
+        found.append(SessionTakeover(site, site.host.beside))
     return found
 
 
