@@ -83,9 +83,21 @@ def _lookout(*run: Any) -> Any:
     return Lookout(*run)
 
 
-def deployment_parts() -> DeploymentParts:
+def deployment_parts(options: StepOptions) -> DeploymentParts:
     """The parts of a deployment, as far as they are installed."""
+    checks = "guard", "coordinator.batch_trials", "coordinator.twins"
+    missing = [name for name in checks if not _has(name)]
+    if missing and options.batches.check != "off":
+        rank_zero_warn(
+            "Nothing checks this run for wrong numbers, or not all of it, since lightning_hetero "
+            f"lacks {', '.join(missing)}; install the whole package, or set "
+            "`check_first_batch='off'`."
+        )
     parts: dict[str, Any] = {}
+    if _has("coordinator.batch_trials"):
+        from ..coordinator.batch_trials import TriedBatches
+
+        parts["batches"] = TriedBatches
     if _has("coordinator.twins"):
         from ..coordinator.twins import Twins
 
@@ -118,14 +130,7 @@ def halves_of_layers(layers: Sequence[DecoderLayer]) -> list[DecoderLayer]:
 
 def run_guard(module: pl.LightningModule, options: StepOptions) -> Guard:
     """The watch for silent mistakes in a training."""
-    missing = [name for name in ("guard", "coordinator.twins") if not _has(name)]
-    if missing and options.batches.check != "off":
-        rank_zero_warn(
-            "Nothing checks this run for wrong numbers, or not all of it, since lightning_hetero "
-            f"lacks {' and '.join(missing)}; install the whole package, or set "
-            "`check_first_batch='off'`."
-        )
-    if "guard" in missing:
+    if not (_has("guard") and _has("coordinator.batch_trials")):
         return Unguarded()
     from ..guard.step_guard import RunGuard
 
