@@ -26,10 +26,8 @@ from ..recovery import Recovery, too_few
 from ..worker_sources import ClusterFile
 from .arguments import StepOptions
 from .deploy import PlanSource
-from .fixed_plan import FixedPlan
 from .run_events import CallbackObserver
 from .training_run import Guard
-from .unguarded import Unguarded
 
 if TYPE_CHECKING:
     from ..coordinator.listed_workers import ListedWorkers
@@ -49,6 +47,8 @@ def plan_source(plan: str | Path | Plan, micro_batches: int | None) -> PlanSourc
             and the wing for it is not installed.
     """
     if not _has("replan"):
+        from .fixed_plan import FixedPlan
+
         return FixedPlan(plan, micro_batches)
     from ..replan.planning import PlanChoice
 
@@ -131,6 +131,8 @@ def halves_of_layers(layers: Sequence[DecoderLayer]) -> list[DecoderLayer]:
 def run_guard(module: pl.LightningModule, options: StepOptions) -> Guard:
     """The watch for silent mistakes in a training."""
     if not (_has("guard") and _has("coordinator.batch_trials")):
+        from .unguarded import Unguarded
+
         return Unguarded()
     from ..guard.step_guard import RunGuard
 
