@@ -168,10 +168,10 @@ class WholeBatches:
         fits, others = self._fits(request, dim), other_rows(request, dim)
         names = [name for name, rows in self._other_rows(request, dim) if fits(rows)]
         names += listed_arguments(request, dim)
-        if not names and not fits(self._rows):
-            names = [*others]
         if names:
             found = f"the argument {names[0]} of layers on workers"
+        elif not fits(self._rows):
+            found = "an argument of layers on workers"
         elif any(along is not None for along in how_cut(request, dim, dict.fromkeys(others, 0))):
             found = "a tensor that goes along with the hidden states"
         else:

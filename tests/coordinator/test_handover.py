@@ -126,11 +126,13 @@ def test_a_batch_stays_whole_where_shapes_do_not_decide(argument: Any) -> None:
 
 
 def test_a_batch_stays_whole_with_an_argument_that_fits_in_no_way() -> None:
-    def refusing(hidden: Tensor, table: Tensor) -> Tensor:
-        return hidden[:, :1].repeat(1, 6 if len(hidden) == len(table) == 4 else -1, 1)
+    """Two rows for each sample are looked for in arguments of three dimensions."""
 
-    with pytest.warns(UserWarning, match="whether the argument 0"):
-        assert len(cut(whole_batches(refusing), request_with(TABLE))) == 1
+    def in_pairs(hidden: Tensor, pairs: Tensor) -> Tensor:
+        return hidden * pairs.view(len(hidden), 2, 6).sum(1)[..., None]
+
+    with pytest.warns(UserWarning, match="whether an argument of layers"):
+        assert len(cut(whole_batches(in_pairs), request_with(torch.ones(8, 6)))) == 1
 
 
 def test_a_batch_stays_whole_with_a_tensor_of_as_many_rows_beside_it() -> None:
