@@ -111,7 +111,6 @@ def summed(hidden: Tensor, table: Any) -> Tensor:
     return hidden + torch.as_tensor(table).sum()
 
 
-@pytest.mark.follows("which compares results, is missing: install the whole package.")
 @pytest.mark.parametrize("argument", [TABLE, [6, 2, 4, 3]], ids=["a table", "a list of numbers"])
 def test_a_batch_stays_whole_where_shapes_do_not_decide(argument: Any) -> None:
     """The whole package compares results then: see the trials of whole batches."""
