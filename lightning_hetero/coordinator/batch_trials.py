@@ -3,12 +3,13 @@
 Layers that mix samples would compute something else for pieces, and so would layers with an
 argument that has by chance as many rows as the batch has samples. So the first two pieces of the
 first hand-over of each kind also run as one, and both results are compared. Two pieces take as much
-memory as two micro-batches in flight.
+memory as two micro-batches in flight. Arguments with equal rows, such as zeros, show no wrong cut,
+so a hand-over is compared again when such rows differ for the first time.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
@@ -60,8 +61,9 @@ class TriedBatches(WholeBatches):
         self._check = options.check
         self._has_own_code = any(map(has_own_code, layers.values()))
         self._trial = trial
-        # The compared kinds: with gradients, in training mode, and how arguments are cut.
-        self._checked: set[tuple[bool, bool, Cuts]] = set()
+        # The compared kinds: with gradients, in training mode, and how arguments are cut. For each
+        # kind, the arguments whose rows were equal in all comparisons: no cut of them shows.
+        self._checked: dict[tuple[bool, bool, Cuts], Set[str]] = {}
 
     @override
     def pieces(self, request: Request) -> tuple[list[Request], int]:
@@ -77,16 +79,19 @@ class TriedBatches(WholeBatches):
         return pieces, dim
 
     def _check_once(self, request: Request, dim: int, cuts: Cuts) -> bool:
-        """Compare pieces with the whole, for the first hand-over of its kind; returns whether the
-        request is to be cut in another way."""
+        """Compare pieces with the whole, for the first hand-over of its kind, and again when rows
+        differ that were equal; returns whether the request is to be cut in another way."""
         if self._check == "off":
             return False
         around = request.surroundings
         is_training = any(call.training for call in around.calls)
         kind = around.grad_enabled, is_training, cuts
-        if kind in self._checked:
+        unshown = self._checked.get(kind)
+        names = self._ambiguous(request, dim) if unshown is None else unshown
+        equal = _with_equal_rows(request, names)
+        if equal == unshown:
             return False
-        self._checked.add(kind)
+        self._checked[kind] = equal
         pieces, whole = self._compared(request, dim, self._rows)
         expected = self._run([whole], dim)
         difference = self._difference(request, self._run(pieces, dim), expected)
@@ -118,6 +123,12 @@ class TriedBatches(WholeBatches):
             raise BatchError(f"{text} This repairs it: {remedies}. {GO_ON}")
         rank_zero_warn(f"{text} With `micro_batches=1` the batch stays whole.")
         return False
+
+    def _ambiguous(self, request: Request, dim: int) -> Set[str]:
+        """The arguments and carried tensors that layers may take cut in another way, by shapes."""
+        fits = self._fits(request, dim)
+        names = {name for name, rows in self._other_rows(request, dim) if fits(rows)}
+        return names.union(listed_arguments(request, dim), request.surroundings.carried)
 
     def _finds_rows(self, request: Request, dim: int) -> bool:
         """Find an argument with zero or several rows for each sample, such as a table of positions,
@@ -179,6 +190,23 @@ class TriedBatches(WholeBatches):
         pairs = zip(found.tensors, expected.tensors, strict=True)
         error = max(norm_error(mine, other) for mine, other in pairs)
         return HIDDEN_STATES.compare(error, rounding)
+
+
+def _with_equal_rows(request: Request, names: Set[str]) -> Set[str]:
+    """The arguments and carried tensors among these names whose rows, or numbers, are all equal."""
+    if not names:
+        return names
+    calls = request.surroundings.calls
+    # Layers share tensors; look at each one once.
+    tensors = {*request.surroundings.carried.items()}
+    tensors.update(named for call in calls for named in call.named_tensors())
+    lists = (pair for call in calls for pair in call.named_lists())
+    differing = {name for name, numbers in lists if len({*numbers}) > 1}
+    for name, tensor in tensors:
+        if name in names and tensor.ndim:
+            is_equal = torch.equal(tensor, tensor[:1].expand_as(tensor))
+            differing.update([] if is_equal else [name])
+    return names - differing
 
 
 def _with_backwards(one: Request, trial: Trial) -> tuple[list[TriedBackward], Activation]:

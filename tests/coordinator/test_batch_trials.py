@@ -130,6 +130,53 @@ def test_an_argument_that_is_cut_for_the_first_time_is_compared() -> None:
     assert [piece.surroundings.calls[0].args[0].shape for piece in pieces] == [(4, 2)] * 4
 
 
+def test_a_table_with_equal_rows_is_compared_again_when_they_differ() -> None:
+    """The first tables, such as zeros, give the same result however they are cut."""
+
+    def shifted(hidden: Tensor, table: Tensor) -> Tensor:
+        return hidden + table.mean()
+
+    stages = Looking(shifted)
+    batches = whole_batches(stages, Computing(shifted))
+    cut(batches, request_with(torch.zeros(4, 2)))
+    compared = len(stages.shapes)
+    cut(batches, request_with(torch.ones(4, 2)))
+    assert len(stages.shapes) == compared
+    table = torch.arange(8.0).view(4, 2)
+    pieces, _ = cut(batches, request_with(table))
+    assert all(torch.equal(piece.surroundings.calls[0].args[0], table) for piece in pieces)
+
+
+def test_a_mask_with_equal_rows_is_compared_once() -> None:
+    """Layers cannot compute with a piece of the batch and the whole mask, so no other cut fits."""
+
+    def masked(hidden: Tensor, mask: Tensor) -> Tensor:
+        return hidden * mask[..., None]
+
+    stages = Looking(masked)
+    batches = whole_batches(stages, Computing(masked))
+    cut(batches, request_with(torch.ones(4, 6)))
+    compared = len(stages.shapes)
+    cut(batches, request_with(MASK))
+    assert len(stages.shapes) == compared
+
+
+def test_a_carried_table_with_equal_rows_is_compared_again_when_they_differ() -> None:
+    def shifted(pieces: Sequence[Request], dim: int) -> Activation:
+        found = [p.hidden + p.surroundings.carried["table"].mean() for p in pieces]
+        return join_activations([*map(Activation, found)], dim)
+
+    def of(table: Tensor) -> Request:
+        return Request(
+            BATCH, Surroundings(True, None, [LayerCall(1, True, (), {})], carried={"table": table})
+        )
+
+    batches = whole_batches(shifted)  # type: ignore[arg-type]
+    cut(batches, of(torch.zeros(4, 2)))
+    with pytest.raises(BatchError, match="They mix the samples of a batch"):
+        cut(batches, of(torch.arange(8.0).view(4, 2)))
+
+
 HEADS = torch.randn(4, 6, generator=torch.Generator().manual_seed(1))
 MASK = torch.ones(4, 6).tril(2)
 
@@ -200,6 +247,10 @@ def test_a_list_with_an_entry_for_each_sample_is_named() -> None:
     lengths = [6, 2, 4, 3]
     with pytest.raises(BatchError, match=r"the argument 0 is a list.*Pass a tensor then"):
         cut(looking(of_lengths), request_with(lengths))
+    batches = looking(of_lengths)
+    cut(batches, request_with([6] * 4))
+    with pytest.raises(BatchError, match="the argument 0 is a list"):
+        cut(batches, request_with(lengths))
     pieces, _ = cut(looking(of_lengths), request_with(torch.tensor(lengths)))
     assert len(pieces) == 4
 
