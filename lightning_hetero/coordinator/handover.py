@@ -85,8 +85,8 @@ class WholeBatches:
         self._doubts: dict[Cuts, str] = {}
         # The rows of each sample in arguments with another number than one.
         self._rows: Rows = {}
-        # How arguments were cut where these rows were looked for.
-        self._forms: set[Cuts] = set()
+        # Whether layers can compute with pieces, by how arguments are cut.
+        self._forms: dict[Cuts, bool] = {}
         self.num_samples: int | None = None
 
     def pieces(self, request: Request) -> tuple[list[Request], int]:
@@ -124,7 +124,8 @@ class WholeBatches:
         try:
             self._refuse_batch_statistics()
             dim = self._dimension.find(request.hidden, self.num_samples)
-            if dim is not None:
+            # One sample shows nothing about the cuts of others.
+            if dim is not None and request.hidden.shape[dim] > 1:
                 cuts = self._find_rows_by_form(request, dim)
                 return cut_request(request, self._num_pieces, dim, self._rows), dim, cuts
         except BatchError as error:
@@ -152,15 +153,23 @@ class WholeBatches:
     def _find_rows_by_form(self, request: Request, dim: int) -> Cuts:
         """Find an argument with zero or several rows for each sample, if layers cannot compute with
         pieces of it otherwise: a mask for each sample and head, or a bias for each head. Returns
-        how all arguments are cut."""
+        how all arguments are cut.
+
+        Raises:
+            BatchError: If layers can compute with the batch, and not with pieces of it.
+        """
         cuts, known = how_cut(request, dim, self._rows), self._rows
-        if cuts in self._forms:
-            return cuts
-        self._forms.add(cuts)
-        fits = self._fits(request, dim)
-        for name, rows in self._other_rows(request, dim):
-            if not fits(self._rows) and fits(rows):
-                self._take_rows(name, rows)
+        if cuts not in self._forms:
+            fits = self._fits(request, dim)
+            for name, rows in self._other_rows(request, dim):
+                if not fits(self._rows) and fits(rows):
+                    self._take_rows(name, rows)
+            self._forms[cuts] = fits(self._rows)
+        if not self._forms[cuts]:
+            raise BatchError(
+                "Layers on workers can compute with the batch, and not with pieces of it: perhaps "
+                "an argument counts the samples along another dimension than the hidden states."
+            )
         return cuts if self._rows is known else how_cut(request, dim, self._rows)
 
     def _doubt(self, request: Request, dim: int) -> str:
@@ -170,8 +179,6 @@ class WholeBatches:
         names += listed_arguments(request, dim)
         if names:
             found = f"the argument {names[0]} of layers on workers"
-        elif not fits(self._rows):
-            found = "an argument of layers on workers"
         elif any(along is not None for along in how_cut(request, dim, dict.fromkeys(others, 0))):
             found = "a tensor that goes along with the hidden states"
         else:

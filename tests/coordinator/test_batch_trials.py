@@ -177,6 +177,20 @@ def test_a_carried_table_with_equal_rows_is_compared_again_when_they_differ() ->
         cut(batches, of(torch.arange(8.0).view(4, 2)))
 
 
+def test_a_batch_stays_whole_with_samples_along_another_dimension_of_an_argument() -> None:
+    """Positions of text and images are counted in three rows, before the samples."""
+
+    def counted(hidden: Tensor, positions: Tensor) -> Tensor:
+        return hidden * positions.sum(0)[..., None]
+
+    stages = Looking(counted)
+    batches = whole_batches(stages, Computing(counted))
+    with pytest.warns(UserWarning, match="can compute with the batch, and not with pieces"):
+        assert len(cut(batches, request_with(torch.ones(3, 4, 6)))[0]) == 1
+    assert len(cut(batches, request_with(torch.ones(3, 4, 6)))[0]) == 1
+    assert not stages.has_failed
+
+
 HEADS = torch.randn(4, 6, generator=torch.Generator().manual_seed(1))
 MASK = torch.ones(4, 6).tril(2)
 
@@ -230,6 +244,14 @@ def test_a_mask_for_each_sample_and_head_is_cut_so(check: str) -> None:
     rest = replace(request_with(MASKS[:4]), hidden=BATCH[:2])
     pieces, _ = cut(batches, rest, 2)
     assert [len(p.surroundings.calls[0].args[0]) for p in pieces] == [2, 2]
+
+
+@pytest.mark.parametrize("check", ["stop", "off"])
+def test_a_first_batch_of_one_sample_shows_nothing_of_the_others(check: str) -> None:
+    batches = looking(attention, check=check)
+    cut(batches, replace(request_with(MASKS[:2]), hidden=BATCH[:1]), 1)
+    pieces, _ = cut(batches, request_with(MASKS))
+    assert [len(piece.surroundings.calls[0].args[0]) for piece in pieces] == [2] * 4
 
 
 def test_a_mask_for_each_head_and_sample_is_refused() -> None:

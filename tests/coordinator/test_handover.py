@@ -130,7 +130,7 @@ def test_a_batch_stays_whole_with_an_argument_that_fits_in_no_way() -> None:
     def in_pairs(hidden: Tensor, pairs: Tensor) -> Tensor:
         return hidden * pairs.view(len(hidden), 2, 6).sum(1)[..., None]
 
-    with pytest.warns(UserWarning, match="whether an argument of layers"):
+    with pytest.warns(UserWarning, match="can compute with the batch, and not with pieces"):
         assert len(cut(whole_batches(in_pairs), request_with(torch.ones(8, 6)))) == 1
 
 
