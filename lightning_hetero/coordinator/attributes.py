@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from functools import partial
+from typing import TYPE_CHECKING
 
 from torch import nn
 from torch.nn.utils.parametrize import type_before_parametrizations
@@ -15,8 +16,10 @@ from ..model.layers import DecoderLayer, describe_layer
 from ..model.recipe import Recipe, build_layers, joined
 from ..model.wings import changes_outside
 from ..protocol import messages as m
-from .steps import RemoteStages
 from .worker_stages import RemoteStage
+
+if TYPE_CHECKING:
+    from .steps import RemoteStages
 
 
 class PlainAttributes:
