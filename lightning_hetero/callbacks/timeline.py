@@ -61,11 +61,11 @@ class PipelineTimeline(pl.Callback):
     """Records when every process computed, waited, packed and sent in some training steps.
 
     ``timeline.json`` is a trace for https://ui.perfetto.dev. It shows all processes on the
-    coordinator's clock, and beside each step its prediction by the simulator, if the simulator
-    knows the plan. Actions have the number of their stage in their name: ``2F0`` is the forward of
-    stage 2 on micro-batch 0. ``timeline.svg`` shows the last recorded step. Both files are beside
-    the run's logs and are written after each recorded step. Other steps are not slowed down.
-    Workers without layers are left out.
+    coordinator's clock, and beside each step its prediction by the simulator, if the devices were
+    measured before the run. Actions have the number of their stage in their name: ``2F0`` is the
+    forward of stage 2 on micro-batch 0. ``timeline.svg`` shows the last recorded step. Both files
+    are beside the run's logs and are written after each recorded step. Other steps are not slowed
+    down. Workers without layers are left out.
 
     Args:
         steps: The numbers of the optimizer steps to record; the first step is 0. The first steps
@@ -234,7 +234,6 @@ class _Writer:
         }
         if prediction is not None:
             found["predicted"] = {
-                "source": prediction.source,
                 "seconds": prediction.seconds,
                 "bubble_share": prediction.bubble,
             }

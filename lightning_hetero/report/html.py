@@ -116,8 +116,10 @@ def _missing(record: RunRecord) -> str:
         parts.append("the loss (log one with self.log, and give the Trainer a CSVLogger)")
     if not record.process_numbers:
         parts.append("the processes and the speed (callback StageMonitor, with a CSVLogger)")
-    if not record.timeline or not _compared(record):
-        parts.append("a step's timeline and prediction (callback PipelineTimeline)")
+    if not record.timeline or not record.recorded.steps:
+        parts.append("a step's timeline (callback PipelineTimeline)")
+    elif not _compared(record):
+        parts.append("a step's prediction (plan='auto' measures the devices for it)")
     return f"Not recorded in this run: {'; '.join(parts)}." if parts else ""
 
 
@@ -239,7 +241,6 @@ def _compared(record: RunRecord) -> list[list[str]]:
             in_duration(predicted.seconds),
             in_percent(step.bubble_share),
             in_percent(predicted.bubble_share),
-            predicted.source or "–",
         ]
         for step in record.recorded.steps
         if (predicted := step.predicted) is not None

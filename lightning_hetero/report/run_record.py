@@ -58,7 +58,6 @@ class PredictedStep(msgspec.Struct, frozen=True):
 
     seconds: float
     bubble_share: float
-    source: str = ""
 
 
 class TimelineStep(msgspec.Struct, frozen=True):

@@ -13,16 +13,16 @@ import msgspec
 import pytest
 
 from lightning_hetero.callbacks.timeline import PREDICTED, PipelineTimeline, trace_of
-from lightning_hetero.telemetry.recorded_step import ClockMap, Knot, prediction_of
+from lightning_hetero.telemetry.recorded_step import ClockMap, Knot
 
-from ..telemetry.made_up import PLAN, made_up_step, turn_by_turn, with_loss
+from ..telemetry.made_up import made_up_step, predicted, turn_by_turn, with_loss
 from .trace_faults import faults_of
 
 
 @pytest.fixture
 def trace() -> dict[str, Any]:
     step = made_up_step()
-    found: dict[str, Any] = trace_of([(step, prediction_of(step, PLAN, None))])
+    found: dict[str, Any] = trace_of([(step, predicted(step))])
     assert json.loads(json.dumps(found, allow_nan=False)) == found
     return found
 
@@ -124,9 +124,7 @@ def test_the_prediction_is_in_the_trace(trace: dict[str, Any]) -> None:
     predicted = [e for e in trace["traceEvents"] if e.get("cat") == "predicted"]
     assert {e["pid"] for e in predicted} == {PREDICTED, PREDICTED + 1}
     summary = trace["otherData"]["steps"][0]
-    # Nothing but one micro-batch: forward 2, there 1, 2, back 1, loss 4, 1, 3, 1, 2, optimizer 1.
-    assert summary["predicted"]["seconds"] == pytest.approx(18.0)
-    assert summary["predicted"]["source"] == "this step's own times"
+    assert summary["predicted"]["seconds"] == pytest.approx(21.0)
     assert summary["processes"][1]["waiting_us"] == 14e6
     assert summary["end_us"] == 21e6
 
