@@ -245,6 +245,11 @@ class RunRecord:
         return f"{self.facts.model} · {self.name}" if self.facts is not None else self.name
 
     @property
+    def processes(self) -> list[Process]:
+        """Where the processes ran; empty if the run does not have facts."""
+        return [] if self.facts is None else self.facts.processes
+
+    @property
     def has_moved_since(self) -> bool:
         """Whether layers have moved since the timeline's last step."""
         if self.plan is None:
@@ -304,8 +309,7 @@ class RunRecord:
         A worker keeps its number when layers move. So the facts come first: their names are from
         the beginning of the run.
         """
-        names = [each.name for each in self.facts.processes] if self.facts else []
-        names = names or list(self.ranges)
+        names = [each.name for each in self.processes] or list(self.ranges)
         return names[number] if number < len(names) else f"worker {number}"
 
 
