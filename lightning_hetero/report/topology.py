@@ -216,6 +216,10 @@ class Topology:
         has_head = not any(HEAD in place.marks for place in self.workers)
         return [*ends, *first], [*last, *[HEAD] * has_head, "loss"]
 
+    def shown(self, part: str) -> str:
+        """The name of an own part, with a word on a frozen one."""
+        return f"{part}, frozen" if part in self.frozen_ends else part
+
     @property
     def machines(self) -> list[str]:
         """The machines without repetition, in the order of the places."""
