@@ -21,7 +21,6 @@ from .._lightning import MisconfigurationException, pl
 from ..coordinator.lost_workers import Loss
 from ..coordinator.telemetry import Telemetry
 from ..pipeline.placement import COORDINATOR_STAGE
-from ..pipeline.recorder import EXCHANGED
 from ..plan import Plan
 from ..protocol.fields import ACTIONS, Span
 from ..report.timeline import chart_of
@@ -183,8 +182,6 @@ def _absence(loss: Loss) -> Absence:
 
 def trace_of(steps: Sequence[StepAndPrediction]) -> dict[str, Any]:
     """The trace as a JSON object. Times are microseconds since the first step started."""
-    if not steps:
-        return {"displayTimeUnit": "ms", "traceEvents": [], "otherData": {"format": FORMAT}}
     writer = _Writer(steps[0][0].start_seconds)
     events = [*_names(steps)]
     for step, prediction in steps:
@@ -230,7 +227,6 @@ class _Writer:
             "end_us": self._micro(step.end_seconds),
             "bubble_share": step.bubble,
             "num_dropped": step.num_dropped,
-            "processes": [_shares(process) for process in step.processes],
         }
         if prediction is not None:
             found["predicted"] = {
@@ -260,9 +256,8 @@ class _Writer:
         """Until another process had the layers, and while it repeated the lost worker's work."""
         moments = away.start_seconds, away.restored_seconds, away.end_seconds
         args = {"step": step.step, "why": away.reason}
-        for name, times in zip(
-            ("lost", f"repeats {away.repeated}"), pairwise(moments), strict=True
-        ):
+        names = "lost", f"repeats {away.repeated}"
+        for name, times in zip(names, pairwise(moments), strict=True):
             yield self._bar("recovery", name, (away.number, _LOST), times, args)
 
     def _flow(self, step: RecordedStep, process: ProcessSpans, span: Span) -> Iterator[Event]:
@@ -288,13 +283,9 @@ class _Writer:
     ) -> Event:
         """A bar of a process's track, from a start to an end in seconds."""
         (process, thread), (start, end) = track, times
-        place = {
-            "pid": process,
-            "tid": thread,
-            "ts": self._micro(start),
-            "dur": 1e6 * (end - start),
-        }
-        return {"ph": "X", "cat": category, "name": name, **place, "args": args}
+        place = {"pid": process, "tid": thread}
+        when = {"ts": self._micro(start), "dur": 1e6 * (end - start)}
+        return {"ph": "X", "cat": category, "name": name, **place, **when, "args": args}
 
     def _micro(self, seconds: float) -> float:
         return 1e6 * (seconds - self._zero)
@@ -371,18 +362,3 @@ def _process(process: ProcessSpans) -> dict[str, Any]:
 def _range(held: Range) -> dict[str, Any]:
     found: dict[str, Any] = {"stage": held.stage, "layers": [*held.layers]}
     return found if held.share is None else {**found, "share": [*held.share]}
-
-
-def _shares(process: ProcessSpans) -> dict[str, Any]:
-    return {
-        "process": process.number,
-        "busy_us": 1e6 * process.computing_seconds,
-        "waiting_us": 1e6 * process.seconds("wait"),
-        "transferring_us": 1e6 * process.seconds("take", "pack"),
-        "sent_bytes": sum(span.num_bytes for span in process.spans if span.kind == "send"),
-        "from_replicas_bytes": sum(
-            span.num_bytes
-            for span in process.spans
-            if span.message == EXCHANGED and span.kind == "optimizer"
-        ),
-    }

@@ -182,10 +182,11 @@ def test_a_run_of_every_shape_shows_who_did_what(
     assert tokens.counted == tokens.given > 0
     trace = trace_in(tmp_path)
     check_trace(trace, plan, 1, names)
-    steps = trace["otherData"]["steps"]
-    exchanged = {
-        names[each["process"]]: each["from_replicas_bytes"] for each in steps[-1]["processes"]
-    }
+    exchanged = dict.fromkeys(names, 0)
+    for event in trace["traceEvents"]:
+        if event["name"] == "ReplicaTensors" and event["args"].get("kind") == "optimizer":
+            is_last = event["args"]["step"] == 1
+            exchanged[names[event["pid"]]] += event["args"]["bytes"] if is_last else 0
     replicas = {target for _, target in exchanges_of(plan)}
     assert {name for name, num_bytes in exchanged.items() if num_bytes} == replicas
     record, row = read_run(tmp_path), rows_of(tmp_path)[-1]
