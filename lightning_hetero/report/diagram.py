@@ -25,6 +25,7 @@ from pathlib import PurePath
 
 from ..errors import PictureError
 from ..pipeline.placement import COORDINATOR_STAGE
+from ..planner.profile import Link
 from ..telemetry.layer_ranges import Range, layers_as_text, stages_as_text
 from . import svg
 from .svg import Point
@@ -35,7 +36,6 @@ from .topology import (
     DrawnHop,
     DrawnLink,
     DrawnPlace,
-    DrawnSpeed,
     Memory,
     Topology,
     is_loopback,
@@ -514,7 +514,7 @@ def _in_a_line(x: float, y: float, parts: Sequence[Label]) -> str:
     return svg.element("text", *spans, x=x, y=y)
 
 
-def _are_alike(one: DrawnSpeed, other: DrawnSpeed) -> bool:
+def _are_alike(one: Link, other: Link) -> bool:
     return abs(one.bytes_per_second / other.bytes_per_second - 1) < _ALIKE
 
 

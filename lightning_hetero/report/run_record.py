@@ -387,25 +387,10 @@ def _facts(path: Path) -> RunFacts:
     return msgspec.json.decode(path.read_bytes(), type=RunFacts)
 
 
-class _AnyTag(yaml.SafeLoader):
-    """Reads values of Python's own classes as their text, without making them."""
-
-
-def _text_of_node(loader: _AnyTag, _tag: str, node: yaml.Node) -> Any:
-    if isinstance(node, yaml.MappingNode):
-        return loader.construct_mapping(node, deep=True)
-    if isinstance(node, yaml.SequenceNode):
-        return loader.construct_sequence(node, deep=True)
-    return node.value
-
-
-_AnyTag.add_multi_constructor("", _text_of_node)
-
-
 def _hyperparameters(path: Path) -> dict[str, str]:
     try:
-        # The loader is a safe one: it makes no objects.
-        found = yaml.load(path.read_text(encoding="utf-8"), Loader=_AnyTag)  # noqa: S506
+        # This loader reads all values, of Python's own classes too, as text, and makes no objects.
+        found = yaml.load(path.read_text(encoding="utf-8"), Loader=yaml.BaseLoader)  # noqa: S506
     except yaml.YAMLError as error:
         raise ValueError(str(error)) from error
     return dict(_flat(found)) if isinstance(found, dict) else {}
@@ -416,7 +401,8 @@ def _flat(values: dict[Any, Any], prefix: str = "") -> Iterator[tuple[str, str]]
         if isinstance(value, dict) and value:
             yield from _flat(value, f"{prefix}{key}.")
         else:
-            yield f"{prefix}{key}", str(value)
+            shown = f"[{', '.join(map(str, value))}]" if isinstance(value, list) else str(value)
+            yield f"{prefix}{key}", shown
 
 
 def _metrics(path: Path) -> dict[str, Curve]:

@@ -237,7 +237,7 @@ def test_hyperparameters_are_shown_as_text_and_make_no_objects(run: Path) -> Non
         "lr": "0.001",
         "optimizer.name": "adam",
         "sizes": "[1, 2]",
-        "evil": "['exit 1']",
+        "evil": "[exit 1]",
     }
     assert {"lr", "0.001", "optimizer.name"} <= set(Reader(report(record)).words)
     (run / "hparams.yaml").write_text("a: [")
