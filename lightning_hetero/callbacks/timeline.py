@@ -9,7 +9,7 @@ import json
 import logging
 import math
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from itertools import count, pairwise
 from pathlib import Path
 from typing import Any
@@ -21,7 +21,6 @@ from .._lightning import MisconfigurationException, pl
 from ..coordinator.lost_workers import Loss
 from ..coordinator.telemetry import Telemetry
 from ..pipeline.placement import COORDINATOR_STAGE
-from ..plan import Plan
 from ..protocol.fields import ACTIONS, Span
 from ..report.timeline import chart_of
 from ..telemetry.layer_ranges import Range, stages_as_text
@@ -131,7 +130,14 @@ class PipelineTimeline(pl.Callback):
             return
         opened, self._open = self._open, None
         telemetry, names = Telemetry.of(deployment.coordinator), process_names(deployment)
-        recorded = _gather(telemetry, deployment.plan, names, *opened, self._num_batches)
+        telemetry.compare_clocks()
+        records = telemetry.records(telemetry.ask_records(with_spans=True))
+        clocks = {number: align(found) for number, found in telemetry.clock_samples().items()}
+        spans = {number: record.spans for number, record in records.items()}
+        dropped = sum(record.num_dropped for record in records.values())
+        recorded = recorded_step(
+            *opened, deployment.plan, names, spans, clocks, dropped, self._num_batches
+        )
         losses = deployment.coordinator.replacements.losses or ()
         recorded = recorded.with_absences(map(_absence, losses))
         telemetry.stop_recording(_WHO)
@@ -153,23 +159,6 @@ class PipelineTimeline(pl.Callback):
             (folder / CHART_NAME).write_text(chart_of(*self._recorded[-1]), encoding="utf-8")
         except OSError as error:
             logger.warning("The timeline of this run is not written: %s", error)
-
-
-def _gather(
-    telemetry: Telemetry,
-    plan: Plan,
-    names: Mapping[int, str],
-    step: int,
-    start_seconds: float,
-    num_batches: int,
-) -> RecordedStep:
-    """The spans of all processes, on this process's clock."""
-    telemetry.compare_clocks()
-    records = telemetry.records(telemetry.ask_records(with_spans=True))
-    clocks = {number: align(found) for number, found in telemetry.clock_samples().items()}
-    spans = {number: record.spans for number, record in records.items()}
-    dropped = sum(record.num_dropped for record in records.values())
-    return recorded_step(step, start_seconds, plan, names, spans, clocks, dropped, num_batches)
 
 
 def _absence(loss: Loss) -> Absence:

@@ -542,14 +542,13 @@ def _of_bubble(record: RunRecord) -> Iterator[str]:
 def _of_links(record: RunRecord) -> Iterator[str]:
     packing = record.typical_of_processes("transferring_share")
     sending = record.typical_of_processes("sending_share")
-    much = {number: share for number, share in packing.items() if share > MUCH_TRANSFER}
-    for number, share in much.items():
-        what = f"{_said(record, number)} spends {in_percent(share)} of the step on transfers."
-        yield f"{what} {_FASTER_LINKS}"
-    for number, share in sending.items():
-        if share > MUCH_SENDING and number not in much:
-            what = f"{_said(record, number)} sends during {in_percent(share)} of the time."
-            yield f"{what} {_FASTER_LINKS}"
+    for number in sorted(packing.keys() | sending.keys()):
+        share, sent = packing.get(number, 0.0), sending.get(number, 0.0)
+        who = _said(record, number)
+        if share > MUCH_TRANSFER:
+            yield f"{who} spends {in_percent(share)} of the step on transfers. {_FASTER_LINKS}"
+        elif sent > MUCH_SENDING:
+            yield f"{who} sends during {in_percent(sent)} of the time. {_FASTER_LINKS}"
 
 
 def _of_prediction(record: RunRecord) -> Iterator[str]:
