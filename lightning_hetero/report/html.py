@@ -130,7 +130,7 @@ def _missing(record: RunRecord) -> str:
     if not record.timeline or not record.recorded.steps:
         parts.append("a step's timeline (callback PipelineTimeline)")
     elif not _compared(record):
-        parts.append("a step's prediction (plan='auto' measures the devices for it)")
+        parts.append("a step's prediction (plan='auto' or PipelineProfiler measures the devices)")
     return f"Not recorded in this run: {'; '.join(parts)}." if parts else ""
 
 
