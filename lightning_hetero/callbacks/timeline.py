@@ -14,6 +14,7 @@ from itertools import count, pairwise
 from pathlib import Path
 from typing import Any
 
+import msgspec
 from lightning_utilities.core.rank_zero import rank_zero_only
 from typing_extensions import override
 
@@ -22,8 +23,9 @@ from ..coordinator.lost_workers import Loss
 from ..coordinator.telemetry import Telemetry
 from ..pipeline.placement import COORDINATOR_STAGE
 from ..protocol.fields import ACTIONS, Span
+from ..report.run_record import PredictedStep, Recorded, RecordedProcess, TimelineStep
 from ..report.timeline import chart_of
-from ..telemetry.layer_ranges import Range, stages_as_text
+from ..telemetry.layer_ranges import stages_as_text
 from ..telemetry.recorded_step import (
     Absence,
     Prediction,
@@ -177,11 +179,11 @@ def trace_of(steps: Sequence[StepAndPrediction]) -> dict[str, Any]:
         events += writer.events(step)
         if prediction is not None:
             events += writer.predicted(step, prediction)
-    other = {
-        "format": FORMAT,
-        "processes": [_process(process) for process in steps[-1][0].processes],
-        "steps": [writer.summary(*each) for each in steps],
-    }
+    summary = Recorded(
+        [writer.summary(*each) for each in steps],
+        [_process(process) for process in steps[-1][0].processes],
+    )
+    other = {"format": FORMAT, **msgspec.to_builtins(summary)}
     return {"displayTimeUnit": "ms", "traceEvents": events, "otherData": other}
 
 
@@ -209,20 +211,12 @@ class _Writer:
                 args = {"step": step.step, "kind": span.kind}
                 yield self._bar("predicted", name_of(span), track, times, args)
 
-    def summary(self, step: RecordedStep, prediction: Prediction | None) -> dict[str, Any]:
-        found: dict[str, Any] = {
-            "step": step.step,
-            "start_us": self._micro(step.start_seconds),
-            "end_us": self._micro(step.end_seconds),
-            "bubble_share": step.bubble,
-            "num_dropped": step.num_dropped,
-        }
+    def summary(self, step: RecordedStep, prediction: Prediction | None) -> TimelineStep:
+        start, end = self._micro(step.start_seconds), self._micro(step.end_seconds)
+        known = None
         if prediction is not None:
-            found["predicted"] = {
-                "seconds": prediction.seconds,
-                "bubble_share": prediction.bubble,
-            }
-        return found
+            known = PredictedStep(prediction.seconds, prediction.bubble)
+        return TimelineStep(step.step, start, end, step.bubble, known, step.num_dropped)
 
     def _slice(self, step: RecordedStep, process: ProcessSpans, span: Span) -> Event:
         category, track, name = _shown(process, span)
@@ -338,16 +332,9 @@ def _names(steps: Sequence[StepAndPrediction]) -> Iterator[Event]:
             yield {"ph": "M", "name": "thread_name", "pid": pid, "tid": tid, "args": args}
 
 
-def _process(process: ProcessSpans) -> dict[str, Any]:
-    return {
-        "process": process.number,
-        "name": process.name,
-        "ranges": [_range(each) for each in process.ranges],
-        "clock_offset_seconds": process.clock.knots[-1].offset_seconds,
-        "clock_error_seconds": process.clock.error_seconds,
-    }
-
-
-def _range(held: Range) -> dict[str, Any]:
-    found: dict[str, Any] = {"stage": held.stage, "layers": [*held.layers]}
-    return found if held.share is None else {**found, "share": [*held.share]}
+def _process(process: ProcessSpans) -> RecordedProcess:
+    clock, ranges = process.clock, tuple(process.ranges)
+    offset_seconds = clock.knots[-1].offset_seconds
+    return RecordedProcess(
+        process.name, ranges, process.number, offset_seconds, clock.error_seconds
+    )

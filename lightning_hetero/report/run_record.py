@@ -60,14 +60,24 @@ class PredictedStep(msgspec.Struct, frozen=True):
     bubble_share: float
 
 
-class TimelineStep(msgspec.Struct, frozen=True):
-    """A step in the timeline."""
+class TimelineStep(msgspec.Struct, frozen=True, omit_defaults=True):
+    """A step in the timeline.
+
+    Args:
+        step: The number of optimizer steps before it.
+        start_us: When it started, in microseconds since the first recorded step started.
+        end_us: When it ended.
+        bubble_share: The idle share of all processes' time.
+        predicted: Its prediction, if there is one.
+        num_dropped: How many spans the recorders dropped because their memory was full.
+    """
 
     step: int
     start_us: float
     end_us: float
     bubble_share: float
     predicted: PredictedStep | None = None
+    num_dropped: int = 0
 
     @property
     def seconds(self) -> float:
@@ -76,10 +86,21 @@ class TimelineStep(msgspec.Struct, frozen=True):
 
 
 class RecordedProcess(msgspec.Struct, frozen=True):
-    """A process in the timeline, as of its last step."""
+    """A process in the timeline, as of its last step.
+
+    Args:
+        name: The name in the plan.
+        ranges: Its layers.
+        process: The number of the process.
+        clock_offset_seconds: How far its clock was ahead of the coordinator's at the last ping.
+        clock_error_seconds: The largest possible error of its times.
+    """
 
     name: str
     ranges: tuple[Range, ...]
+    process: int = 0
+    clock_offset_seconds: float = 0.0
+    clock_error_seconds: float = 0.0
 
 
 class Recorded(msgspec.Struct, frozen=True):
