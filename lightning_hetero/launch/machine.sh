@@ -21,6 +21,7 @@ up)
   if runs; then say running "$(cat "$pid")"; exit; fi
   mkdir -p "$folder" && printf '%s\n' "$secret" > "$token" || { say fault the folder "$folder"; exit; }
   : > "$log"
+  unset secret # the login may have exported the name
   nohup sh -c "$listening" sh "$token" >> "$log" 2>&1 < /dev/null &
   echo $! > "$pid"
   for second in $(seq "$seconds"); do
