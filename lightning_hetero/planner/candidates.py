@@ -542,6 +542,17 @@ class Candidate:
         """The step in the safe mode; None in the usual mode, and if both take equally long."""
         return safe_step_seconds(self.pipeline) if self.costs.is_safe_mode else None
 
+    @property
+    def num_tokens(self) -> int:
+        """The tokens of an optimizer step."""
+        return self.costs.num_samples * self.costs.profile.model.tokens_per_sample
+
+    @property
+    def tokens_per_second(self) -> float:
+        """The speed; infinite if the step takes 0 seconds."""
+        seconds = self.step_seconds
+        return self.num_tokens / seconds if seconds > 0 else math.inf
+
     def is_below(self, seconds: float) -> bool:
         """Whether the predicted step is shorter; a simulation stops early once it cannot be."""
         known = vars(self)

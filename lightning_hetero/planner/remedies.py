@@ -77,7 +77,7 @@ def at_once(candidate: Candidate, search: Search, gains: bool) -> AtOnce | None:
         found = _best_at_once(candidate, search, count)
         if found is None or not found.workers:
             continue
-        times = _samples_per_second(found) / _samples_per_second(candidate)
+        times = found.tokens_per_second / candidate.tokens_per_second
         if times >= 1 / (1 - LEAST_GAIN):
             return AtOnce(found, count, present, times)
     return None
@@ -93,11 +93,6 @@ def _best_at_once(candidate: Candidate, search: Search, count: int) -> Candidate
     pieces = plan.micro_batches * count
     same = candidate_of(dataclasses.replace(plan, micro_batches=pieces), other.costs.profile)
     return None if shortages(same) else same
-
-
-def _samples_per_second(candidate: Candidate) -> float:
-    seconds = candidate.step_seconds
-    return candidate.costs.num_samples / seconds if seconds > 0 else math.inf
 
 
 def fastest_with_script(search: Search) -> tuple[str, Candidate] | None:

@@ -42,6 +42,11 @@ class Hop:
     busy_seconds: float
     latency_seconds: float = 0.0
 
+    @property
+    def seconds(self) -> float:
+        """Seconds from the first byte until the data has arrived."""
+        return self.busy_seconds + self.latency_seconds
+
 
 HERE = -1
 """The entry of a micro-batch at a stage if the coordinator runs it in its own actions."""
@@ -148,7 +153,7 @@ class Pipeline:
             )
         for index, (one, other) in enumerate(pairwise(self.processes)):
             inside = self.forward_hops[index], self.backward_hops[index + 1]
-            if one == other and any(hop.busy_seconds or hop.latency_seconds for hop in inside):
+            if one == other and any(hop.seconds for hop in inside):
                 raise PlanError(
                     f"Stages {index} and {index + 1} have the same process {one}, and a hop "
                     "between them takes time; give it 0 seconds."

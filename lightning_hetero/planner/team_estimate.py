@@ -278,7 +278,7 @@ class Estimates:
             found = 0.0
             for source, target in pairs:
                 hops = costs.hop(source, target, there), costs.hop(target, source, back)
-                found += sum(hop.busy_seconds + hop.latency_seconds for hop in hops)
+                found += sum(hop.seconds for hop in hops)
             self._hops[key] = found / len(pairs)
         return self._hops[key]
 

@@ -9,7 +9,7 @@ from lightning_hetero.plan import Plan, StagePlan
 from lightning_hetero.planner.profile import Link, Profile
 from lightning_hetero.planner.simulation import simulate
 from lightning_hetero.planner.solver import Wishes, predict_given, solve
-from lightning_hetero.planner.verdict import Verdict, judge, sentences, tokens_per_second
+from lightning_hetero.planner.verdict import Verdict, judge, sentences
 
 from .fleets import fleet
 from .profiles import coordinator, device, ends, profile
@@ -41,9 +41,9 @@ def test_batches_at_once_use_unequal_cards(
     assert verdict.best_single is not None
     found = verdict.at_once
     assert found is not None
-    assert tokens_per_second(found.candidate) / verdict.best_single[1] >= least
+    assert found.candidate.tokens_per_second / verdict.best_single[1] >= least
     assert found.times_as_fast == pytest.approx(
-        tokens_per_second(found.candidate) / verdict.tokens_per_second
+        found.candidate.tokens_per_second / verdict.candidate.tokens_per_second
     )
     settings = f"`windows(loader, {count})` or one batch of {count} samples in place of"
     assert settings in said(verdict)

@@ -157,7 +157,7 @@ def test_the_planner_counts_the_batches_of_a_window() -> None:
 def test_tokens_per_second_count_all_batches_of_a_window() -> None:
     wishes = Wishes(accumulate_grad_batches=8, replicas=False)
     shown = judge(solve(cluster(), wishes))
-    assert shown.tokens_per_second == 8 / shown.candidate.step_seconds
+    assert shown.candidate.tokens_per_second == 8 / shown.candidate.step_seconds
     step, *_ = sentences(shown)
     assert step.startswith("8 batches in 1 micro-batch of 1, at most ")
 
