@@ -13,7 +13,7 @@ from ..errors import PlanError
 from ..plan import COORDINATOR, Plan, Recompute, StagePlan, Weights
 from ..units import in_bytes, in_layers
 from .candidates import Candidate, Costs, Seat, as_replicas, ends_here, lefts_of_any
-from .costs import BothEnds, Holder
+from .costs import BothEnds, Holder, Left
 from .profile import EMBEDDING, ENDS, HEAD, Profile
 from .replicas import shares_of
 
@@ -75,10 +75,10 @@ def with_head_away(candidate: Candidate) -> Candidate | None:
     """The candidate with the head on the last worker; None where it cannot be there or does not
     fit."""
     model, (*_, last) = candidate.costs.profile.model, candidate.seats
-    if last.num_layers or not candidate.teams or candidate.head_left:
+    if last.num_layers or not candidate.teams or candidate.left.head:
         return None
     team = candidate.teams[-1]
-    is_whole = len(candidate.teams) == 1 and candidate.embedding_left
+    is_whole = len(candidate.teams) == 1 and candidate.left.embedding
     # A norm of its own remains in the part of a tied head.
     is_tied = model.part(HEAD).parameter_bytes == 0 or model.tied_gradient_bytes > 0
     is_other = any(s.name == COORDINATOR or s.option.dtype != model.dtype for s in team)
@@ -99,7 +99,7 @@ def with_parts(candidate: Candidate, stages: Sequence[StagePlan]) -> Candidate:
     own_seconds = sum(
         float(candidate.holder(seat).seconds(seat.option, *seat.layers)) for seat in (first, last)
     )
-    head = None if candidate.head_left else candidate.holder(last).ends[HEAD].cost
+    head = None if candidate.left.head else candidate.holder(last).ends[HEAD].cost
     seats = [first]
     for number, (stage, team) in enumerate(zip(stages, candidate.teams, strict=True), start=1):
         if len(team) < 2:
@@ -149,7 +149,7 @@ def _with_ends(plan: Plan, num_layers: int) -> list[tuple[StagePlan, tuple[str, 
     local = [stage for stage in plan.stages if stage.is_local and stage.layer_indices]
     front = next((stage for stage in local if stage.layers[0] == 0), None)
     behind = next((stage for stage in local if stage is not front), None)
-    first, last = ends_here(*(any(getattr(s, e) for s in workers) for e in ("embedding", "head")))
+    first, last = ends_here(Left(any(s.embedding for s in workers), any(s.head for s in workers)))
     return [
         (front or StagePlan([COORDINATOR], (0, 0)), first),
         *((stage, (EMBEDDING,) * stage.embedding + (HEAD,) * stage.head) for stage in workers),
@@ -313,14 +313,14 @@ def _ends_that_do_not_fit(costs: Costs, size: int) -> list[str]:
 
 def _lightest(costs: Costs, size: int) -> BothEnds:
     """The coordinator with the fewest ends of the model."""
-    return costs.both_ends(size, *lefts_of_any(costs, costs.profile.workers)[-1])
+    return costs.both_ends(size, lefts_of_any(costs, costs.profile.workers)[-1])
 
 
 def _pins_that_do_not_fit(costs: Costs, size: int) -> list[str]:
     reasons = []
     for name, (start, end) in costs.pins.items():
         if name == COORDINATOR:
-            own = costs.both_ends(size, embedding_left=False)
+            own = costs.both_ends(size)
             left = (end, costs.num_layers) if start == 0 else (0, start)
             seconds, short = own.matrix(1)[left], _short_bytes_of_ends(own, *left)
             most_layers = own.speed.most_layers
@@ -343,7 +343,7 @@ def _too_many_layers(costs: Costs, size: int) -> list[str]:
     layers = costs.num_layers
     most = {name: int(costs.holder(name, size).speed.most_layers) for name in costs.profile.workers}
     ways = lefts_of_any(costs, costs.profile.workers)
-    own = max(costs.both_ends(size, *left).speed.most_layers for left in ways)
+    own = max(costs.both_ends(size, left).speed.most_layers for left in ways)
     most = {COORDINATOR: int(own), **most}
     each = ", ".join(f"`{name}` {count}" for name, count in most.items())
     if sum(most.values()) >= layers:

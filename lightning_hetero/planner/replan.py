@@ -267,7 +267,7 @@ def _splits(before: Candidate, keeps_own: bool, keeps_last: bool) -> Iterator[Ca
         return
     num_layers, in_flight = before.costs.num_layers, before.in_flight
     own, *workers, behind = before.seats
-    ends = before.costs.both_ends(before.size, before.embedding_left, before.head_left)
+    ends = before.costs.both_ends(before.size, before.left)
     seconds = ends.matrix_of((own.option, behind.option), in_flight)
     if keeps_own:
         seconds = only(seconds, (own.layers[1], behind.layers[0]))
@@ -287,8 +287,8 @@ def _splits(before: Candidate, keeps_own: bool, keeps_last: bool) -> Iterator[Ca
 def _with_moved_layers(before: Candidate, keeps_own: bool, keeps_last: bool) -> Iterator[Candidate]:
     """Candidates with some layers less in one stage and more in another."""
     last = len(before.ranges_of_teams) - 1
-    first = 1 if keeps_own else int(before.embedding_left)
-    places = range(first, last + (not keeps_own and not keeps_last and not before.head_left))
+    first = 1 if keeps_own else int(before.left.embedding)
+    places = range(first, last + (not keeps_own and not keeps_last and not before.left.head))
     counts = [end - start for start, end in before.ranges_of_teams]
     for moved in moved_layers(counts, places, places):
         if min(moved[1:-1], default=1) > 0:

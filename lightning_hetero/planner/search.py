@@ -50,6 +50,7 @@ from .changes import (
     with_other_turns,
     with_whole_optimizer,
 )
+from .costs import BOTH_HERE, Left
 from .experts import best_apart
 from .replica_teams import Tables
 from .step_model import Speed
@@ -230,7 +231,7 @@ class Search:
             ]
         return self._best_played(placed, math.inf, MOST_PLAYED)
 
-    def _lefts(self, teams: Sequence[Sequence[str]]) -> list[tuple[bool, bool]]:
+    def _lefts(self, teams: Sequence[Sequence[str]]) -> list[Left]:
         """Whether the first of these teams may have the embedding, and the last one the head: the
         values to try."""
         return lefts_of(self.costs, teams)
@@ -271,7 +272,7 @@ class Search:
         for name, pieces in product(self.one_of_each(), self.micro_batches):
             lines.append((Arrangement.line(self._tables, [name], pieces), min(4, pieces)))
         for way, in_flight in lines:
-            staying, placed = way.with_left((False, False)), []
+            staying, placed = replace(way, left=BOTH_HERE), []
             for front in range(1, self.costs.num_layers if way.teams else 0):
                 if staying.own.front_seconds(front) * way.micro_batches >= below:
                     break
@@ -388,7 +389,7 @@ class Search:
         """The best plans of unlike teams to begin with, and the best line."""
         below = math.inf if line is None else line.step_seconds * MOST_WORSE
         ways = [
-            Arrangement(self._tables, teams, pieces, left[0], kept, left[1])
+            Arrangement(self._tables, teams, pieces, left, kept)
             for teams, pieces in product(self._first_teams(), self._first_counts(line))
             for left in self._lefts(teams)
             for kept in self._kept_by(teams)
@@ -484,7 +485,7 @@ class Search:
             yield from _with_other_in_flight(way, best)
         ways = [replace(way, micro_batches=n) for n in self.micro_batches]
         if way.hosted is None:
-            ways += [way.with_left(left) for left in self._lefts(way.teams)]
+            ways += [replace(way, left=left) for left in self._lefts(way.teams)]
         else:
             ways += self._with_other_kept(way)
         for teams in self._changed(way.teams, effort):
@@ -526,10 +527,10 @@ class Search:
         is_hosted = any(COORDINATOR in team for team in teams)
         changed = replace(way, teams=teams, kept=way.kept if is_hosted else (0, 0))
         if way.left not in self._lefts(teams):
-            embedding_left = (way.embedding_left, False) in self._lefts(teams)
-            changed = changed.with_left((embedding_left, False))
+            stays = Left(way.left.embedding)
+            changed = replace(changed, left=stays if stays in self._lefts(teams) else BOTH_HERE)
         yield changed
-        if is_hosted and way.hosted is None and not changed.embedding_left:
+        if is_hosted and way.hosted is None and not changed.left.embedding:
             own = best.seats[0].num_layers, best.seats[-1].num_layers
             yield replace(changed, kept=own)
 
@@ -634,7 +635,7 @@ def speeds_of(costs: Costs, workers: Sequence[str], micro_batches: int) -> list[
     other ends cost 0 seconds."""
     size = costs.size(micro_batches)
     # Its layers are in front if the embedding stays, and at the end if the head stays.
-    every = [costs.both_ends(size, *left).speed for left in lefts_of_any(costs, workers)]
+    every = [costs.both_ends(size, left).speed for left in lefts_of_any(costs, workers)]
     most_layers = max(speed.most_layers for speed in every)
     own = replace(every[-1], most_layers=most_layers)
     return [own, *(costs.holder(name, size).speed for name in workers)]
@@ -644,8 +645,7 @@ def _kin_of(candidate: Candidate) -> Hashable:
     """Equal for candidates that differ only in their splits and their micro-batches in flight, with
     the coordinator's layers at the same ends."""
     own = [candidate.seats[end].num_layers > 0 for end in (0, -1)]
-    left = candidate.embedding_left, candidate.head_left
-    return candidate.workers, candidate.micro_batches, left, *own
+    return candidate.workers, candidate.micro_batches, candidate.left, *own
 
 
 def _names_of(candidate: Candidate) -> list[str]:

@@ -23,7 +23,7 @@ from typing import NamedTuple
 import numpy as np
 
 from ..plan import COORDINATOR, Dtype, Recompute, Weights, most_started
-from .costs import Holder, Numbers, Option
+from .costs import BOTH_HERE, Holder, Left, Numbers, Option
 from .replica_teams import Tables, ends_of_team
 from .replicas import most_in_flight
 
@@ -40,16 +40,14 @@ class Outline:
             them.
         micro_batches: Pieces of all batches of the window.
         in_flight: The most micro-batches in flight.
-        embedding_left: Whether the first team has the embedding.
-        head_left: Whether the last team has the head.
+        left: Whether the first team has the embedding, and the last one the head.
     """
 
     teams: tuple[tuple[str, ...], ...]
     counts: tuple[int, ...]
     micro_batches: int
     in_flight: int
-    embedding_left: bool = False
-    head_left: bool = False
+    left: Left = BOTH_HERE
 
     @property
     def workers(self) -> tuple[str, ...]:
@@ -58,7 +56,7 @@ class Outline:
 
     def ends_of(self, index: int) -> tuple[str, ...]:
         """The ends of the model on the team with this index."""
-        return ends_of_team(index, len(self.teams) - 1, self.embedding_left, self.head_left)
+        return ends_of_team(index, len(self.teams) - 1, self.left)
 
 
 class TeamSeconds(NamedTuple):
@@ -145,7 +143,7 @@ class Estimates:
     def step_seconds(self, outline: Outline) -> float:
         """The estimated step; infinite if the layers do not fit."""
         costs, count = self._costs, outline.micro_batches
-        own = costs.both_ends(costs.size(count), outline.embedding_left, outline.head_left)
+        own = costs.both_ends(costs.size(count), outline.left)
         front, *of_teams, behind = outline.counts
         own_seconds = float(own.matrix(outline.in_flight)[front, costs.num_layers - behind])
         if not math.isfinite(own_seconds):
@@ -160,8 +158,8 @@ class Estimates:
         names = [(COORDINATOR,), *outline.teams, (COORDINATOR,)]
         slowest_hop = 0.0
         for index, (one, other) in enumerate(pairwise(names)):
-            only_ids = outline.embedding_left and index == 0
-            only_losses = outline.head_left and index == len(of_teams)
+            only_ids = outline.left.embedding and index == 0
+            only_losses = outline.left.head and index == len(of_teams)
             hop = self._hop_seconds(one, other, count, only_ids, only_losses)
             chain += hop
             slowest_hop = max(slowest_hop, hop / max(len(one), len(other)) / 2)
@@ -172,7 +170,7 @@ class Estimates:
         )
         # Losses come in order, so a micro-batch that returns late holds up later ones.
         held_up = max(each.longest - each.passing for each in found)
-        rounds = count / most_started(outline.in_flight, outline.embedding_left)
+        rounds = count / most_started(outline.in_flight, outline.left.embedding)
         waiting = max(0.0, rounds * (chain + held_up) - chain)
         return chain + math.hypot(busy, waiting) + max(each.behind for each in found)
 
@@ -203,7 +201,7 @@ class Estimates:
     ) -> TeamSeconds:
         """A team with this many layers; infinite if they do not fit."""
         count, in_flight = outline.micro_batches, outline.in_flight
-        key = (team, layers, count, in_flight, ends, outline.embedding_left)
+        key = (team, layers, count, in_flight, ends, outline.left.embedding)
         if key not in self._teams:
             self._teams[key] = self._made(team, layers, outline, ends)
         return self._teams[key]
@@ -236,7 +234,7 @@ class Estimates:
         if math.inf in seconds:
             return None
         shares = dealt(seconds, count)
-        started = most_started(limit, outline.embedding_left)
+        started = most_started(limit, outline.left.embedding)
         for column, share in zip(columns, shares, strict=True):
             most = limit if num == 1 else int(most_in_flight(share, count, started, limit))
             if not column.fits(layers, 1 / num, most):

@@ -138,7 +138,7 @@ def _rows(candidate: Candidate) -> list[list[str]]:
     has_layers = [seat.num_layers > 0 for seat in candidate.seats]
     own = {0: [0], last: [last]}
     if not (has_layers[0] and has_layers[last]):
-        is_behind = has_layers[last] or candidate.embedding_left
+        is_behind = has_layers[last] or candidate.left.embedding
         own = {last if is_behind else 0: [0, last]}
     return [
         _cells(candidate, index, own.get(index, [index]))
@@ -607,17 +607,17 @@ def _heads(candidate: Candidate) -> Iterator[str]:
     """Where the head is and how long it takes on each device of the plan, if it may leave."""
     costs, size, model = candidate.costs, candidate.size, candidate.costs.profile.model
     able = [name for name in candidate.workers if costs.may_hold_head([name])]
-    if not (able or candidate.head_left):
+    if not (able or candidate.left.head):
         return
     fastest = sorted(able, key=lambda name: _head_seconds(costs, name, size))
-    holding = [seat.name for seat in candidate.teams[-1]] if candidate.head_left else []
+    holding = [seat.name for seat in candidate.teams[-1]] if candidate.left.head else []
     measured = [
         f"{in_duration(seconds)} on {name}"
         for name in dict.fromkeys([COORDINATOR, *holding, *fastest[:MOST_TRIED]])
         if (seconds := _head_seconds(costs, name, size)) < math.inf
     ]
     times = f"head and loss of a micro-batch take {', '.join(measured)}"
-    if not candidate.head_left:
+    if not candidate.left.head:
         yield f"{times}; they stay with the coordinator"
         return
     num_bytes = model.logits_bytes_per_sample * costs.batch_size

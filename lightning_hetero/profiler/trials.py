@@ -552,24 +552,29 @@ def failure(what: str, answer: m.NotMeasured) -> StageFailed:
     return StageFailed.with_traceback_there(f"{what}: {answer.reason}", answer.traceback)
 
 
-def lead_here(bench: Bench, trials: Trials, tick: Tick) -> DeviceResult:
-    """Lead trials on this process's bench."""
+def lead(trials: Trials, run: Callable[[Trial], Outcome]) -> DeviceResult:
+    """Lead the trials of one device; ``run`` returns the outcome of a trial."""
     try:
         trial = next(trials)
         while True:
-            outcome = run_here(bench, trial)
-            tick()
-            trial = trials.send(outcome)
+            trial = trials.send(run(trial))
     except StopIteration as end:
         result: DeviceResult = end.value
         return result
 
 
-def run_here(bench: Bench, trial: Trial) -> Outcome:
-    """Run a trial in this process."""
-    if isinstance(trial, LayerTrial):
-        return attempt(partial(bench.measure_layer, trial), bench.device)
-    return attempt(partial(bench.measure_optimizer, trial), bench.device)
+def lead_here(bench: Bench, trials: Trials, tick: Tick) -> DeviceResult:
+    """Lead trials on this process's bench."""
+
+    def run(trial: Trial) -> Outcome:
+        if isinstance(trial, LayerTrial):
+            outcome: Outcome = attempt(partial(bench.measure_layer, trial), bench.device)
+        else:
+            outcome = attempt(partial(bench.measure_optimizer, trial), bench.device)
+        tick()
+        return outcome
+
+    return lead(trials, run)
 
 
 def lead_on_workers(
