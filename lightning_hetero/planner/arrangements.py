@@ -325,7 +325,9 @@ def place_in(
             # The two sum in different orders, so their last digits may differ.
             is_slower = splits.bottleneck_seconds > least * (1 + 1e-9)
             batch, least = batch.among(is_slower), least[is_slower]
-        elif np.isfinite(splits.own_seconds[0]) and not any(map(_recomputes, placed)):
+        elif np.isfinite(splits.own_seconds[0]) and not any(
+            seat.option.recompute for candidate in placed for seat in candidate.seats
+        ):
             break
     return found
 
@@ -337,10 +339,6 @@ def place_at(
     is ``below`` or more."""
     batch = _Batch([way], front)
     return [*batch.candidates(batch.splits(in_flight), in_flight, below)]
-
-
-def _recomputes(candidate: Candidate) -> bool:
-    return any(seat.option.recompute for seat in candidate.seats)
 
 
 @dataclass(frozen=True)

@@ -446,11 +446,6 @@ class Candidate:
                 found += num_bytes * ({one_name, other_name} == {source, target})
         return found
 
-    @property
-    def gradient_bytes_of_teams(self) -> list[float]:
-        """The bytes of the gradients of each stage with replicas."""
-        return [self.gradient_bytes(team[0]) for team in self.teams if len(team) > 1]
-
     def gradient_bytes(self, seat: Seat) -> float:
         """The bytes of the gradients of a seat's parameters."""
         need = self.holder(seat).need(seat.option, *seat.layers, in_flight=1)

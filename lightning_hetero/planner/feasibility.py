@@ -61,10 +61,9 @@ def candidate_with(plan: Plan, costs: Costs) -> Candidate:
     plan.check(costs.num_layers, costs.profile.workers)
     check_micro_batches(plan.micro_batches, costs.batch_size)
     plan = as_measured(plan, costs.profile)
-    stages = _with_ends(plan, costs.num_layers)
     seats: list[Seat] = []
     micro_batches = plan.micro_batches * costs.num_batches
-    for stage, ends in stages:
+    for stage, ends in _with_ends(plan):
         seats += _seats(costs, micro_batches, stage, ends)
     in_flight = min(plan.max_in_flight, micro_batches)
     found = Candidate(costs, seats, micro_batches, in_flight, plan.narrowings)
@@ -142,19 +141,26 @@ def _seats(
         yield Seat(name, stage.layers, option, ends)
 
 
-def _with_ends(plan: Plan, num_layers: int) -> list[tuple[StagePlan, tuple[str, ...]]]:
+def _with_ends(plan: Plan) -> Iterator[tuple[StagePlan, tuple[str, ...]]]:
     """The stages with their ends of the model, and with the coordinator's seats at both ends, also
     without layers."""
     workers = plan.remote_stages
-    local = [stage for stage in plan.stages if stage.is_local and stage.layer_indices]
-    front = next((stage for stage in local if stage.layers[0] == 0), None)
-    behind = next((stage for stage in local if stage is not front), None)
     first, last = ends_here(Left(any(s.embedding for s in workers), any(s.head for s in workers)))
-    return [
-        (front or StagePlan([COORDINATOR], (0, 0)), first),
-        *((stage, (EMBEDDING,) * stage.embedding + (HEAD,) * stage.head) for stage in workers),
-        (behind or StagePlan([COORDINATOR], (num_layers, num_layers)), last),
-    ]
+    there = ((EMBEDDING,) * stage.embedding + (HEAD,) * stage.head for stage in workers)
+    return zip(with_both_ends(plan), [first, *there, last], strict=True)
+
+
+def with_both_ends(plan: Plan) -> list[StagePlan]:
+    """The stages with the coordinator's at both ends, also without layers."""
+    num_layers = max((stage.layers[1] for stage in plan.stages), default=0)
+    own = next((stage for stage in plan.stages if stage.is_local), StagePlan([COORDINATOR], (0, 0)))
+    front, behind = (replace(own, layers=(n, n)) for n in (0, num_layers))
+    stages = list(plan.stages)
+    if not stages or not stages[0].is_local:
+        stages.insert(0, front)
+    if len(stages) < 2 or not stages[-1].is_local:
+        stages.append(behind)
+    return stages
 
 
 def check_micro_batches(count: int, batch_size: int) -> None:

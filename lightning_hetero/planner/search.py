@@ -35,7 +35,7 @@ from msgspec import structs
 from ..plan import COORDINATOR
 from .arrangements import Arrangement, Teams, fronts_of, lefts_of, place, place_at, place_in
 from .bounds import least_bottleneck
-from .candidates import Candidate, Costs, Range, lefts_of_any, spans_of
+from .candidates import Candidate, Costs, lefts_of_any, spans_of
 from .changes import (
     LEAST_GAIN_OF_CHANGE,
     MOST_NEAR_PLAYED,
@@ -214,7 +214,9 @@ class Search:
         num = self.costs.num_layers
         ranges = spans_of([0, num, 0] if workers else [num, 0])
         placed = []
-        for pieces, left in product(self.counts_alone, self._lefts([workers] if workers else [])):
+        for pieces, left in product(
+            self.counts_alone, lefts_of(self.costs, [workers] if workers else [])
+        ):
             way = Arrangement.line(self._tables, workers, pieces, left)
             placed += [
                 way.with_ranges(ranges, min(in_flight, pieces))
@@ -222,11 +224,6 @@ class Search:
                 if math.isfinite(way.least_seconds(ranges, in_flight))
             ]
         return self._best_played(placed, math.inf, MOST_PLAYED)
-
-    def _lefts(self, teams: Sequence[Sequence[str]]) -> list[Left]:
-        """Whether the first of these teams may have the embedding, and the last one the head: the
-        values to try."""
-        return lefts_of(self.costs, teams)
 
     def one_of_each(self, workers: Sequence[str] | None = None) -> list[str]:
         """One of each class of interchangeable workers, among these or all workers."""
@@ -291,7 +288,9 @@ class Search:
         self, orders: Sequence[Sequence[str]], pieces: int
     ) -> Iterator[Sequence[Arrangement]]:
         """Orders of the same workers, with each possible place of embedding and head."""
-        lefts = {order: self._lefts([(name,) for name in order]) for order in map(tuple, orders)}
+        lefts = {
+            order: lefts_of(self.costs, [(name,) for name in order]) for order in map(tuple, orders)
+        }
         for left in dict.fromkeys(left for some in lefts.values() for left in some):
             able = [order for order, some in lefts.items() if left in some]
             yield [Arrangement.line(self._tables, order, pieces, left) for order in able]
@@ -319,7 +318,7 @@ class Search:
             return
         self._starts = sorted([*others, candidate], key=step_of)[:NUM_STARTS]
 
-    def _place_likely(self, choices: Sequence[Choice]) -> list[Candidate]:
+    def _place_likely(self, choices: Iterable[Choice]) -> list[Candidate]:
         """Split the choices with the shortest estimated steps, until enough of them fit."""
         possible = [choice for choice in choices if math.isfinite(choice.likely_seconds)]
         placed: list[Candidate] = []
@@ -334,15 +333,11 @@ class Search:
                 break
         return placed
 
-    def _choices(self, subsets: Sequence[tuple[str, ...]]) -> list[Choice]:
-        return [
-            self._choice(workers, pieces) for workers in subsets for pieces in self.micro_batches
-        ]
-
-    def _choice(self, workers: tuple[str, ...], pieces: int) -> Choice:
-        speeds = speeds_of(self.costs, workers, pieces)
-        slowest = least_bottleneck(speeds, len(self.costs.profile.model.layers))
-        return Choice(pieces * slowest, (pieces + len(workers)) * slowest, pieces, workers)
+    def _choices(self, subsets: Sequence[tuple[str, ...]]) -> Iterator[Choice]:
+        for workers, pieces in product(subsets, self.micro_batches):
+            speeds = speeds_of(self.costs, workers, pieces)
+            slowest = least_bottleneck(speeds, self.costs.num_layers)
+            yield Choice(pieces * slowest, (pieces + len(workers)) * slowest, pieces, workers)
 
     def _subsets(self) -> Iterator[tuple[str, ...]]:
         """Subsets of the workers; each has all pinned workers."""
@@ -383,7 +378,7 @@ class Search:
         ways = [
             Arrangement(self._tables, teams, pieces, left, kept)
             for teams, pieces in product(self._first_teams(), self._first_counts(line))
-            for left in self._lefts(teams)
+            for left in lefts_of(self.costs, teams)
             for kept in self._kept_by(teams)
         ]
         placed = [candidate for way in ways for candidate in self._placed(way, below)]
@@ -445,7 +440,7 @@ class Search:
             self._tables, self.micro_batches, orders.by_speed, orders.ordered, may_replicate
         )
         # In its outlines the coordinator shares no stage with workers.
-        alone = [each for each in starts if COORDINATOR not in _names_of(each)]
+        alone = [c for c in starts if all(s.name != COORDINATOR for s in c.seats[1:-1])]
         found = [each for each in (*starts, walk.best(alone)) if each is not None]
         if may_replicate:
             replicated = [each for each in found if each.has_replicas]
@@ -477,7 +472,7 @@ class Search:
             yield from _with_other_in_flight(way, best)
         ways = [replace(way, micro_batches=n) for n in self.micro_batches]
         if way.hosted is None:
-            ways += [replace(way, left=left) for left in self._lefts(way.teams)]
+            ways += [replace(way, left=left) for left in lefts_of(self.costs, way.teams)]
         else:
             ways += self._with_other_kept(way)
         for teams in self._changed(way.teams, effort):
@@ -518,9 +513,11 @@ class Search:
         alone, or keeps its present ones."""
         is_hosted = any(COORDINATOR in team for team in teams)
         changed = replace(way, teams=teams, kept=way.kept if is_hosted else (0, 0))
-        if way.left not in self._lefts(teams):
+        if way.left not in lefts_of(self.costs, teams):
             stays = Left(way.left.embedding)
-            changed = replace(changed, left=stays if stays in self._lefts(teams) else BOTH_HERE)
+            changed = replace(
+                changed, left=stays if stays in lefts_of(self.costs, teams) else BOTH_HERE
+            )
         yield changed
         if is_hosted and way.hosted is None and not changed.left.embedding:
             own = best.seats[0].num_layers, best.seats[-1].num_layers
@@ -609,7 +606,8 @@ class Search:
         if best.has_replicas:
             trials += [replace(best, in_flight=n) for n in counts if n < best.in_flight]
         ranges = best.ranges_of_teams
-        trials += [way.with_ranges(ranges, n) for n in counts if _fits(way, ranges, n)]
+        fitting = [n for n in counts if math.isfinite(way.least_seconds(ranges, n))]
+        trials += [way.with_ranges(ranges, n) for n in fitting]
         if best.has_lone_seats:
             pairs = product(_fronts_near(best, way), counts)
             trials += [each for front, n in pairs for each in place_at(way, n, front)]
@@ -638,15 +636,6 @@ def _kin_of(candidate: Candidate) -> Hashable:
     the coordinator's layers at the same ends."""
     own = [candidate.seats[end].num_layers > 0 for end in (0, -1)]
     return candidate.workers, candidate.micro_batches, candidate.left, *own
-
-
-def _names_of(candidate: Candidate) -> list[str]:
-    """The processes of all stages after the coordinator's first layers."""
-    return [seat.name for seat in candidate.seats[1:-1]]
-
-
-def _fits(way: Arrangement, ranges: Sequence[Range], in_flight: int) -> bool:
-    return math.isfinite(way.least_seconds(ranges, in_flight))
 
 
 def _fronts_near(candidate: Candidate, way: Arrangement) -> list[int | None]:

@@ -263,7 +263,8 @@ class SimulatedRun:
         if number == 0 and action.kind == "F" and action.key.visit != LOSS:
             self._num_started += 1
             self._offer_next_microbatch()
-        if self._left and not _is_loss_backward(action):
+        # The backward of a loss that has waited is in no order.
+        if self._left and not (action.kind == "B" and action.key.visit == LOSS):
             self.note_begun(action)
         process.in_flight.add(action.key.microbatch)
         process.peak_in_flight = max(process.peak_in_flight, len(process.in_flight))
@@ -319,15 +320,12 @@ class SimulatedRun:
     def offered(self, ready: Sequence[Action]) -> Collection[Action]:
         """The choice of a process with replicas: of each stage and kind the next action in the
         order of the process's micro-batches."""
-        return [a for a in ready if self._is_next(a)]
+        nexts = ((a, self._left[_place(self._entry_of(a), a)][-1]) for a in ready)
+        return [action for action, following in nexts if following == action.key.microbatch]
 
     def note_begun(self, action: Action) -> None:
         """Remove an action from the order of its kind."""
         self._left[_place(self._entry_of(action), action)].pop()
-
-    def _is_next(self, action: Action) -> bool:
-        left = self._left[_place(self._entry_of(action), action)]
-        return left[-1] == action.key.microbatch
 
     def _entry_of(self, action: Action) -> int:
         """The entry of an action in the pipeline's stages."""
@@ -443,11 +441,6 @@ class SimulatedRun:
     def _add_event(self, seconds: float, is_end: bool, action: Action) -> None:
         self._num_events += 1
         heapq.heappush(self._events, (seconds, self._num_events, is_end, action))
-
-
-def _is_loss_backward(action: Action) -> bool:
-    """Whether an action is the backward of a loss that has waited."""
-    return action.kind == "B" and action.key.visit == LOSS
 
 
 def _place(entry: int, action: Action) -> tuple[int, str]:

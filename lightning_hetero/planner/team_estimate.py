@@ -16,6 +16,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from heapq import heapify, heapreplace
 from itertools import pairwise
 from typing import NamedTuple
@@ -76,6 +77,12 @@ class TeamSeconds(NamedTuple):
 
 
 NOT_FITTING = TeamSeconds(math.inf, math.inf, math.inf, math.inf)
+
+
+# A walk asks for the same few numbers again and again.
+@lru_cache(maxsize=2**14)
+def _most_in_flight(share: int, count: int, started: int, limit: int) -> int:
+    return int(most_in_flight(share, count, started, limit))
 
 
 @dataclass(frozen=True)
@@ -180,7 +187,7 @@ class Estimates:
         num_layers, teams = self._costs.num_layers, outline.teams
         if len(teams) > num_layers:
             return None
-        counts = [1] * len(teams)
+        counts = [1] * len(teams) if len(teams) > 1 else [num_layers]
 
         def with_one_more(index: int) -> float:
             ends = outline.ends_of(index)
@@ -188,8 +195,10 @@ class Estimates:
 
         ends = [(with_one_more(index), index) for index in range(len(teams))]
         heapify(ends)
-        for _ in range(num_layers - len(teams)):
-            _, index = ends[0]
+        for _ in range(num_layers - sum(counts)):
+            seconds, index = ends[0]
+            if seconds == math.inf:
+                return None  # no team has the memory for one more layer
             counts[index] += 1
             heapreplace(ends, (with_one_more(index), index))
         found = (0, *counts, 0)
@@ -236,7 +245,7 @@ class Estimates:
         shares = dealt(seconds, count)
         started = most_started(limit, outline.left.embedding)
         for column, share in zip(columns, shares, strict=True):
-            most = limit if num == 1 else int(most_in_flight(share, count, started, limit))
+            most = limit if num == 1 else _most_in_flight(share, count, started, limit)
             if not column.fits(layers, 1 / num, most):
                 return None
         busy = [share * each for share, each in zip(shares, seconds, strict=True)]

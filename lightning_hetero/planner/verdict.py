@@ -13,7 +13,7 @@ from rich.table import Column, Table
 from rich.text import Text
 
 from ..pipeline.placement import Placement
-from ..plan import COORDINATOR, Recompute, Weights
+from ..plan import COORDINATOR, Recompute
 from ..units import (
     in_bytes,
     in_duration,
@@ -73,8 +73,7 @@ class Verdict:
         no_gain: Why more machines are not faster than the best single device; empty if they are.
         at_once: A plan for several batches as one, if it is faster than the plan for the batches as
             they come.
-        script: A worker that is faster than the best single device if the script runs there, and
-            its tokens per second.
+        script: Where the script would run faster; empty if nowhere.
         safe_seconds: The step in the safe mode, ``micro_batching="boundary"``; None if it is not
             predicted.
         replicas: The cost of replicas on these links, and why they are taken or not; empty without
@@ -90,7 +89,7 @@ class Verdict:
     no_gain: str = ""
     replicas: str = ""
     at_once: AtOnce | None = None
-    script: tuple[str, float] | None = None
+    script: str = ""
     safe_seconds: float | None = None
 
 
@@ -110,19 +109,9 @@ def judge(solution: Solution) -> Verdict:
         replicas="" if is_sliced else _about_replicas(candidate, search),
         no_gain=no_gain,
         at_once=None if is_sliced else at_once(candidate, search, gains=not no_gain),
-        script=_with_script(search, single),
+        script=_about_script(candidate, search, single),
         safe_seconds=safe_step_seconds(candidate.pipeline),
     )
-
-
-def _with_script(search: Search, single: Candidate | None) -> tuple[str, float] | None:
-    """The fastest worker with the script, if it is faster than the best single device."""
-    found = fastest_with_script(search)
-    if found is None:
-        return None
-    name, rate = found[0], found[1].tokens_per_second
-    least = 0.0 if single is None else single.tokens_per_second / (1 - LEAST_GAIN)
-    return (name, rate) if rate > least else None
 
 
 def _rows(candidate: Candidate) -> list[list[str]]:
@@ -162,11 +151,12 @@ def _cells(candidate: Candidate, index: int, parts: Sequence[int]) -> list[str]:
     busy = in_percent(candidate.simulation.busy_shares[candidate.processes.index(seat.name)])
     if any(each.name == seat.name and each.num_layers for each in candidate.seats[:index]):
         memory = busy = "as above"
+    away = "" if option.weights is None else f", weights on {option.weights}"
     return [
         seat.name,
         device.device,
         _layers_text(candidate, seat),
-        option.dtype + _RECOMPUTED[option.recompute] + _away(option.weights),
+        option.dtype + _RECOMPUTED[option.recompute] + away,
         memory,
         in_duration(forward),
         in_duration(backward),
@@ -184,7 +174,8 @@ def _longest_from(hops: Mapping[tuple[int, int], Hop], entry: int) -> float:
 def _about_replicas(candidate: Candidate, search: Search) -> str:
     """The cost of replicas on these links, and why they are taken or not, as a sentence."""
     if candidate.has_replicas:
-        count = max(candidate.gradient_bytes_of_teams)
+        replicated = (team for team in candidate.teams if len(team) > 1)
+        count = max(candidate.gradient_bytes(first) for first, *_ in replicated)
         exchanged = (
             f"replicas exchange {in_bytes(count)} of gradients and as much of weights in each "
             f"step, which takes {in_duration(candidate.exchange_seconds)} of "
@@ -270,15 +261,13 @@ def _why_no_gain(
         return "no worker can hold a layer"
     if not able:
         return "no other worker can hold a layer, and the coordinator's layers save no time"
-    wider = [search.best_with([*single.workers, name]) for name in _kinds(search, able)]
+    wider = [
+        search.best_with([*single.workers, name]) for name in search.one_of_each(able)[:MOST_TRIED]
+    ]
     spread = [each for each in wider if each is not None]
     if not spread:
         return "no plan over more of these devices fits"
     return _held_up_by(min(spread, key=lambda each: each.step_seconds))
-
-
-def _kinds(search: Search, workers: Sequence[str]) -> list[str]:
-    return search.one_of_each(workers)[:MOST_TRIED]
 
 
 def _held_up_by(spread: Candidate) -> str:
@@ -432,7 +421,7 @@ def sentences(verdict: Verdict) -> list[str]:
     lines += _reading(verdict)
     lines += [*_bound_lines(verdict), *_idle_link(verdict.candidate), _single(verdict)]
     lines += [str(verdict.at_once)] if verdict.at_once is not None else []
-    lines += _script(verdict)
+    lines += [verdict.script] * bool(verdict.script)
     lines += _safe_mode(verdict)
     lines += [verdict.replicas] * bool(verdict.replicas)
     if verdict.assumed_links:
@@ -541,14 +530,17 @@ def _single(verdict: Verdict) -> str:
     return f"{said}; this plan is {verdict.candidate.tokens_per_second / speed:.2f} times as fast"
 
 
-def _script(verdict: Verdict) -> Iterator[str]:
-    """Where the script would run faster, if a worker alone is faster than this coordinator."""
-    if verdict.script is None:
-        return
-    name, rate = verdict.script
-    times = rate / verdict.candidate.tokens_per_second
-    than = f"{times:.2f} times as fast as this plan"
-    yield (
+def _about_script(candidate: Candidate, search: Search, single: Candidate | None) -> str:
+    """Where the script would run faster, if a worker alone is faster than the best single device;
+    otherwise empty."""
+    found = fastest_with_script(search)
+    if found is None:
+        return ""
+    name, rate = found[0], found[1].tokens_per_second
+    if single is not None and rate <= single.tokens_per_second / (1 - LEAST_GAIN):
+        return ""
+    than = f"{rate / candidate.tokens_per_second:.2f} times as fast as this plan"
+    return (
         f"start the script on {name}: with the embedding, the head and the loss there, {name} "
         f"alone is predicted {_rate_text(rate)}, {than}"
     )
@@ -591,10 +583,6 @@ def _without_slices(verdict: Verdict) -> Iterator[str]:
             f"predicted {in_duration(seconds)} on these stages, if the graphs of whole sequences "
             "fit there"
         )
-
-
-def _away(weights: Weights | None) -> str:
-    return "" if weights is None else f", weights on {weights}"
 
 
 def _heads(candidate: Candidate) -> Iterator[str]:

@@ -398,15 +398,8 @@ class ProfilingRun:
         here = replace(sample, batch=to_device(self.module.trainer, sample.batch))
         sizes = self.options.micro_batch_sizes
         cutting = Cutting(here, self.cuts_boundary, sizes, self.batches)
-        return Measuring(
-            self.module,
-            self.layers,
-            self.connections,
-            self.options,
-            sight(self.module, self.layers, cutting, optimizer),
-            described,
-            identity,
-        )
+        sighting = sight(self.module, self.layers, cutting, optimizer)
+        return Measuring(self.connections, self.options, sighting, described, identity)
 
 
 @contextmanager

@@ -10,7 +10,6 @@ import pytest
 from hypothesis import given, settings
 from msgspec.structs import replace as replace_profile
 
-from lightning_hetero.errors import PlanError
 from lightning_hetero.plan import COORDINATOR, Plan, StagePlan
 from lightning_hetero.planner.bounds import least_seconds
 from lightning_hetero.planner.feasibility import candidate_of
@@ -124,11 +123,6 @@ def test_a_long_window_is_predicted_from_its_beginning(count: int) -> None:
     assert predicted.step_seconds == pytest.approx(played.step_seconds, rel=0.01)
     assert predicted.busy_seconds == pytest.approx(played.busy_seconds, rel=1e-6)
     assert len(predicted.spans) < len(played.spans)
-
-
-def test_a_window_has_equally_many_micro_batches_for_each_batch() -> None:
-    with pytest.raises(PlanError, match="A window of 3 batches has 8 micro-batches"):
-        replace(equal_stages(2, 0, 8, 1), num_batches=3)
 
 
 def cluster(seconds: Sequence[float] = (1, 1), layers: int = 4, **others: Any) -> Profile:
