@@ -16,7 +16,7 @@ from ..plan import Plan
 from ..planner.cards import FASTEST, SLOWEST, with_card
 from ..planner.profile import Profile
 from ..planner.solver import Solution, Wishes, parse_memory, parse_pin, predict_given, solve
-from ..planner.verdict import bottleneck, judge, render, show, tokens_per_second
+from ..planner.verdict import bottleneck, judge, render, show
 from .options import new_file, writing
 
 Value = TypeVar("Value")
@@ -101,14 +101,14 @@ def _with_cards(
         guesses.append(with_card(middle, card))
         middle = guesses[-1].profile
     solution = decide(middle, wishes)
-    ends = [tokens_per_second(decide(each, wishes).chosen) for each in (slowest, fastest)]
+    ends = [decide(each, wishes).chosen.tokens_per_second for each in (slowest, fastest)]
     added = {guess.name for guess in guesses} - {device.name for device in profile.devices}
     try:
         before = decide(profile, _without(wishes, added)).chosen
     except PlanError as error:
         measured = str(error)
     else:
-        measured = f"a plan makes {tokens_per_second(before):,.0f} tokens/s."
+        measured = f"a plan makes {before.tokens_per_second:,.0f} tokens/s."
     said = [
         *map(str, guesses),
         f"The plan above is for the middle of the guess; at its ends a plan makes "

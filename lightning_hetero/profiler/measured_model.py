@@ -31,7 +31,7 @@ from ..model.custom_layers import BlocksRecipe
 from ..model.hf_config import experts_kind
 from ..model.layer_call import LayerCall
 from ..model.layers import DecoderLayer
-from ..model.partial_layers import absent_in, is_half_with_experts, is_second_half
+from ..model.partial_layers import absent_in, is_second_half
 from ..model.recipe import Recipe, write_recipe
 from ..model.stored import describe_stored
 from ..model.tensors import ends_of, gradient_bytes, num_trained, stored_bytes, tied_parameters
@@ -511,21 +511,16 @@ def _dtype(example: Example) -> Dtype:
 
 
 def model_profile(
-    root: nn.Module,
-    layers: Sequence[DecoderLayer],
-    subject: Subject,
-    optimizers: Mapping[str, m.OptimizerMeasured],
-    fingerprint: str,
+    sighting: ModelSighting, optimizers: Mapping[str, m.OptimizerMeasured], fingerprint: str
 ) -> ModelProfile:
     """A model's part of the profile.
 
     Args:
-        root: The LightningModule.
-        layers: All its decoder layers.
-        subject: The model as devices have measured it.
+        sighting: The model as devices have measured it.
         optimizers: The optimizer's measured step over one layer of each kind, and over both ends.
         fingerprint: Differs between models.
     """
+    subject, root, layers = sighting.subject, sighting.runner.module, sighting.runner.layers
     # Slices have no equal length, so the whole sequence says the bytes of a token.
     pick = min if subject.slices is None else max
     samples, example = pick(subject.examples.items())
@@ -561,8 +556,7 @@ def _layer_part(subject: Subject, kind: str, optimizers: Mapping[str, m.Optimize
         and (num_bytes := stored_bytes({number: layer}, DTYPES[dtype])) != plain
     }
     part = _part(kind, plain, list(layer.parameters()), optimizers)
-    experts = is_half_with_experts(layer)
-    return structs.replace(part, parameter_bytes_in=inside, is_experts=experts)
+    return structs.replace(part, parameter_bytes_in=inside)
 
 
 def _end_parts(

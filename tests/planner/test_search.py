@@ -289,7 +289,7 @@ def assert_possible(case: Case, candidate: Candidate) -> None:
     order = [0, *(int(name[1:]) for name in candidate.workers)]
     for number, count in counts_of(order, candidate.ranges):
         assert count <= case.caps[number]
-    played = simulate(pipeline_of(case, order, candidate.ranges, candidate.embedding_left))
+    played = simulate(pipeline_of(case, order, candidate.ranges, candidate.left.embedding))
     assert played.step_seconds == pytest.approx(candidate.step_seconds)
 
 
