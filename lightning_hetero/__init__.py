@@ -56,7 +56,7 @@ through several rooms:
     the objective of plans planner/candidates.py (step_seconds, is_below); seconds count too in
                            bounds.py, team_estimate.py, team_walk.py, arrangements.py,
                            simulation.py, search.py, changes.py, replan.py, membership.py,
-                           remedies.py and verdict.py; a user asks for it by Wishes in
+                           experts.py, remedies.py and verdict.py; a user asks for it by Wishes in
                            planner/solver.py, filled in by cli/options.py, cli/plan.py and
                            replan/planning.py; a device has watts in planner/profile.py
     an end of the model    follow `embedding` and `head`: plan.py, model/layers.py, model/head.py,

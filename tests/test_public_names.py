@@ -85,7 +85,7 @@ KEYS_OF_PROFILES: dict[type, str] = {
     profile.SliceProfile: "weight_work pair_work key_value_bytes attended_bytes pair_bytes",
     profile.Part: (
         "name parameter_bytes trainable_parameters gradient_bytes optimizer_bytes "
-        "parameter_bytes_in"
+        "parameter_bytes_in is_experts"
     ),
     profile.DeviceProfile: (
         "name device memory_bytes base_bytes timings optimizer_seconds optimizer_bytes "

@@ -250,7 +250,7 @@ SECOND_TIER = frozenset(
         "profiler/test_profiling_run.py::test_measuring_leaves_no_trace",
         "profiler/test_profiling_run.py::test_other_families_are_measured",
         "profiler/test_profiling_run.py::test_over_slow_links_token_ids_travel",
-        "profiler/test_profiling_run.py::test_auto_measures_halves_of_layers_apart",
+        "profiler/test_profiling_run.py::test_the_profile_marks_the_halves_with_experts",
         "profiler/test_profiling_run.py::test_the_second_start_measures_nothing",
         "profiler/test_profiling_run.py::test_validation_takes_the_plan_of_the_training_and_even_without_one",
         "report/test_rendered.py::test_no_text_is_cut_and_nothing_overlaps",

@@ -62,6 +62,12 @@ def is_second_half(layer: nn.Module) -> bool:
     return any(is_attention(name) for name in absent_in(layer))
 
 
+def is_half_with_experts(layer: nn.Module) -> bool:
+    """Whether a layer is a half without attention, but with the experts of a mixture."""
+    names = (f"{path} {type(module).__name__}" for path, module in layer.named_modules())
+    return is_second_half(layer) and any("experts" in name.lower() for name in names)
+
+
 def in_tree(layer: nn.Module) -> list[nn.Module]:
     """The modules of a layer in the user's tree: itself, or the children of a half."""
     if not absent_in(layer):

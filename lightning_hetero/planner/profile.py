@@ -51,6 +51,8 @@ class Part(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_default
         gradient_bytes: Their gradients.
         optimizer_bytes: Their optimizer state, on a device without bytes of its own for it.
         parameter_bytes_in: ``parameter_bytes`` by the own dtype of a stage, if it changes the size.
+        is_experts: Whether it is the half of a layer with the experts of a mixture, without the
+            attention.
     """
 
     name: Name
@@ -60,6 +62,7 @@ class Part(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_default
     gradient_bytes: Count = msgspec.field(default_factory=int)
     optimizer_bytes: Count = msgspec.field(default_factory=int)
     parameter_bytes_in: dict[Dtype, Count] = {}
+    is_experts: bool = False
 
 
 class SliceProfile(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):

@@ -14,7 +14,8 @@ takes the fewest micro-batches in flight that are nearly as fast.
 Then it goes on with replicas, from teams of several kinds and from the best line. Further changes
 merge two stages, move a worker into another stage, add the coordinator to a team or remove it, or
 move micro-batches between replicas. Until then replicas step parts of the parameters, because this
-is never slower. At the end it also tries the whole optimizer on each replica.
+is never slower. At the end it also tries the whole optimizer on each replica. For a mixture in
+halves it tries the experts on one worker and all else on another (`experts`).
 
 With more workers there are too many changes to try them all. Then the search splits lines of the
 fastest one, two, three, … workers, and goes on from the best line, and from teams, by random
@@ -26,7 +27,7 @@ from __future__ import annotations
 import math
 from collections.abc import Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cached_property, partial
 from itertools import combinations, permutations, product
 from typing import NamedTuple
 
@@ -50,6 +51,7 @@ from .changes import (
     with_whole_optimizer,
 )
 from .costs import BOTH_HERE, Left
+from .experts import best_apart
 from .replica_teams import Tables
 from .step_model import Speed
 from .team_walk import TeamWalk
@@ -173,7 +175,13 @@ class Search:
             found = self._best_of_teams(line) or line
         if found is not None and not found.has_replicas:
             self.line = found
-        return found
+        limit = math.inf if found is None else found.step_seconds * (1 - LEAST_GAIN)
+        return self.apart if self.apart is not None and self.apart.is_below(limit) else found
+
+    @cached_property
+    def apart(self) -> Candidate | None:
+        """The fastest plan with the experts of a mixture apart, if there is one."""
+        return best_apart(self.costs, self._orders.by_speed, self.micro_batches)
 
     def replicated(self) -> Candidate | None:
         """The fastest plan with all layers on every process, if they fit."""

@@ -24,6 +24,7 @@ from ..units import (
     in_samples,
     in_seconds,
 )
+from . import experts
 from .bounds import least_bottleneck
 from .candidates import Candidate, Costs, Seat
 from .feasibility import candidate_with, shortages, with_head_away
@@ -71,6 +72,7 @@ class Verdict:
         advice: Sentences for the user.
         assumed_links: Number of links of the plan with an unmeasured direction.
         no_gain: Why more machines are not faster than the best single device; empty if they are.
+        experts: Why the experts of a mixture are apart or not; empty without halves of a mixture.
         at_once: A plan for several batches as one, if it is faster than the plan for the batches as
             they come.
         script: Where the script would run faster; empty if nowhere.
@@ -87,6 +89,7 @@ class Verdict:
     advice: Sequence[str]
     assumed_links: int
     no_gain: str = ""
+    experts: str = ""
     replicas: str = ""
     at_once: AtOnce | None = None
     script: str = ""
@@ -106,6 +109,9 @@ def judge(solution: Solution) -> Verdict:
         best_single=None if single is None else (single.processes[-1], single.tokens_per_second),
         advice=advise(candidate, search),
         assumed_links=_assumed_links(candidate),
+        experts=(
+            experts.verdict(search.apart, candidate) if experts.has_experts(candidate.costs) else ""
+        ),
         replicas="" if is_sliced else _about_replicas(candidate, search),
         no_gain=no_gain,
         at_once=None if is_sliced else at_once(candidate, search, gains=not no_gain),
@@ -423,7 +429,7 @@ def sentences(verdict: Verdict) -> list[str]:
     lines += [str(verdict.at_once)] if verdict.at_once is not None else []
     lines += [verdict.script] * bool(verdict.script)
     lines += _safe_mode(verdict)
-    lines += [verdict.replicas] * bool(verdict.replicas)
+    lines += [text for text in (verdict.experts, verdict.replicas) if text]
     if verdict.assumed_links:
         are = "link was" if verdict.assumed_links == 1 else "links were"
         lines.append(f"{verdict.assumed_links} {are} not measured; the speed is assumed.")

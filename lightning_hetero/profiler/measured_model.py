@@ -31,7 +31,7 @@ from ..model.custom_layers import BlocksRecipe
 from ..model.hf_config import experts_kind
 from ..model.layer_call import LayerCall
 from ..model.layers import DecoderLayer
-from ..model.partial_layers import absent_in, is_second_half
+from ..model.partial_layers import absent_in, is_half_with_experts, is_second_half
 from ..model.recipe import Recipe, write_recipe
 from ..model.stored import describe_stored
 from ..model.tensors import ends_of, gradient_bytes, num_trained, stored_bytes, tied_parameters
@@ -556,7 +556,8 @@ def _layer_part(subject: Subject, kind: str, optimizers: Mapping[str, m.Optimize
         and (num_bytes := stored_bytes({number: layer}, DTYPES[dtype])) != plain
     }
     part = _part(kind, plain, list(layer.parameters()), optimizers)
-    return structs.replace(part, parameter_bytes_in=inside)
+    experts = is_half_with_experts(layer)
+    return structs.replace(part, parameter_bytes_in=inside, is_experts=experts)
 
 
 def _end_parts(

@@ -28,6 +28,7 @@ from lightning_hetero.model.partial_layers import (
     absent_in,
     half_of,
     in_tree,
+    is_half_with_experts,
     is_second_half,
     join_layers,
 )
@@ -65,6 +66,19 @@ def test_halves_share_out_the_layers_children_and_compute_its_bits(family: str) 
         assert names_in(first) | names_in(second) == names_in(layer)
         assert is_second_half(second.module)
         assert not is_second_half(first.module)
+
+
+def test_the_experts_of_a_mixture_are_in_the_second_half() -> None:
+    mixed = tiny_model("qwen3_moe", mlp_only_layers=[1])
+    whole = [layer.module for layer in find_decoder_layers(mixed)]
+    assert not any(map(is_half_with_experts, whole))
+    marks = [is_half_with_experts(half.module) for half in halves_of(mixed)]
+    # Layer 1 has no experts.
+    assert [number for number, mark in enumerate(marks) if mark] == [
+        2 * number + 1 for number in range(len(whole)) if number != 1
+    ]
+    assert not any(is_half_with_experts(half.module) for half in halves_of(tiny_model("llama")))
+    assert is_half_with_experts(halves_of(tiny_model("mixtral"))[1].module)
 
 
 def test_the_cut_is_where_the_attention_has_been_added() -> None:

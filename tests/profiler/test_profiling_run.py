@@ -121,6 +121,7 @@ def test_auto_measures_solves_and_trains_as_one_device_does(
         assert all(t.saved_bytes < t.peak_bytes for t in plain_ones)
 
 
+@repeats("test_the_profile_marks_the_halves_with_experts")
 def test_auto_measures_halves_of_layers_apart(workers: list[str], tmp_path: Path) -> None:
     path, module = tmp_path / "profile.yaml", TinyModule()
     profiled(module, HeteroPipelineStrategy(workers[:2], "auto", cut_layers=True), path)
@@ -481,6 +482,20 @@ OF_TWO_KINDS = (
 
 
 # The router's loss of a batch is no mean over micro-batches, so the first-batch check warns.
+@pytest.mark.filterwarnings("ignore:The loss of the first batch")
+def test_the_profile_marks_the_halves_with_experts(workers: list[str], tmp_path: Path) -> None:
+    path = tmp_path / "profile.yaml"
+    strategy = HeteroPipelineStrategy(workers[:1], "auto", cut_layers=True)
+    profiled(Family("mixtral"), strategy, path)
+    marks = {part.name: part.is_experts for part in Profile.from_yaml(path).model.parts}
+    assert marks == {
+        "MixtralDecoderLayer-attention": False,
+        "MixtralDecoderLayer-rest": True,
+        EMBEDDING: False,
+        HEAD: False,
+    }
+
+
 @pytest.mark.filterwarnings("ignore:The loss of the first batch")
 @pytest.mark.parametrize(
     ("family", "kinds"),
