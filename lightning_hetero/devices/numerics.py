@@ -30,6 +30,10 @@ _SWITCHES: dict[str, tuple[Any, str]] = {
     "onednn_deterministic": (torch.backends.mkldnn, "deterministic"),
     "float16_accumulation": (torch.backends.cuda.matmul, "allow_fp16_accumulation"),
 }
+_CUDNN: Any = torch.backends.cudnn
+_MKLDNN: Any = torch.backends.mkldnn
+_NEWER_BACKENDS = torch.backends.cuda.matmul, _MKLDNN.matmul
+_OTHER_BACKENDS = _CUDNN.conv, _MKLDNN.conv, _MKLDNN.rnn
 _SUMS = {
     "float16": "allow_fp16_reduced_precision_reduction",
     "bfloat16": "allow_bf16_reduced_precision_reduction",
@@ -49,7 +53,7 @@ def numerics_here() -> Numerics:
     cuda = torch.backends.cuda
     return Numerics(
         _matmul_precision(),
-        _joined(_other_backends()),
+        _joined(_OTHER_BACKENDS),
         torch.are_deterministic_algorithms_enabled(),
         torch.is_deterministic_algorithms_warn_only_enabled(),
         cuda.flash_sdp_enabled(),
@@ -77,7 +81,7 @@ def compute_with(numerics: Numerics) -> None:
     if numerics.matmul_precision != here.matmul_precision:
         _set_matmul_precision(numerics.matmul_precision)
     if numerics.other_precisions != here.other_precisions:
-        _set_precisions(_other_backends(), numerics.other_precisions)
+        _set_precisions(_OTHER_BACKENDS, numerics.other_precisions)
     torch.use_deterministic_algorithms(numerics.deterministic, warn_only=numerics.only_warns)
     cuda = torch.backends.cuda
     cuda.enable_flash_sdp(numerics.flash_attention)
@@ -147,12 +151,12 @@ def _matmul_precision() -> str:
         return torch.get_float32_matmul_precision()
     except RuntimeError:
         # The newer setting is in use.
-        return _joined(_newer_backends())
+        return _joined(_NEWER_BACKENDS)
 
 
 def _set_matmul_precision(wanted: str) -> None:
     if "/" in wanted:
-        _set_precisions(_newer_backends(), wanted)
+        _set_precisions(_NEWER_BACKENDS, wanted)
         return
     with contextlib.suppress(RuntimeError), warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -168,13 +172,3 @@ def _set_precisions(backends: tuple[Any, ...], wanted: str) -> None:
 
 def _joined(backends: tuple[Any, ...]) -> str:
     return "/".join(backend.fp32_precision for backend in backends)
-
-
-def _newer_backends() -> tuple[Any, ...]:
-    return torch.backends.cuda.matmul, torch.backends.mkldnn.matmul  # type: ignore[attr-defined]
-
-
-def _other_backends() -> tuple[Any, ...]:
-    cudnn: Any = torch.backends.cudnn
-    mkldnn: Any = torch.backends.mkldnn
-    return cudnn.conv, mkldnn.conv, mkldnn.rnn

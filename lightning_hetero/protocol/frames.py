@@ -148,6 +148,7 @@ class FrameReader:
     def _begin_frame(self) -> None:
         self._body_bytes: int | None = None
         self._header: Header[Message] | None = None
+        self._offsets: Sequence[int] = ()
         self._part: Buffer = bytearray(_PREFIX.size)
         self._missing = memoryview(self._part)
 
@@ -224,7 +225,7 @@ class FrameReader:
 
     def _begin_body(self, body_bytes: int) -> None:
         self._header = self._decode(self._part)
-        _, expected_bytes = body_layout(self._header.tensors)
+        self._offsets, expected_bytes = body_layout(self._header.tensors)
         if expected_bytes != body_bytes:
             specs = ", ".join(map(str, self._header.tensors)) or "no tensors"
             raise RemoteProtocolError(
@@ -241,11 +242,8 @@ class FrameReader:
         return (self._pool.new if message.is_kept else self._pool.take)(body_bytes)
 
     def _finish_frame(self, header: Header[Message]) -> Frame:
-        offsets, _ = body_layout(header.tensors)
-        tensors = tuple(
-            tensor_from_bytes(spec, self._part, offset)
-            for spec, offset in zip(header.tensors, offsets, strict=True)
-        )
+        places = zip(header.tensors, self._offsets, strict=True)
+        tensors = tuple(tensor_from_bytes(spec, self._part, offset) for spec, offset in places)
         self._begin_frame()
         return Frame(header.message, tensors)
 
