@@ -416,9 +416,7 @@ class MicrobatchedStep(BatchStep):
             if self._deployment.hosted is not None:
                 stack.enter_context(self._deployment.hosted.step(accumulates, self._is_before_step))
             results = self._driver.run(
-                BatchWork(
-                    work, step, accumulates, first, name, self._is_before_step, starts_first
-                ),
+                BatchWork(work, step, accumulates, first, name, self._is_before_step, starts_first),
                 Limits(plan.max_in_flight, plan.max_started),
                 has_begun,
                 self._accumulation.may_leave(self._is_before_step),
