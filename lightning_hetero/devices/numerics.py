@@ -11,6 +11,7 @@ import contextlib
 import os
 import warnings
 from collections.abc import Iterator
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -34,6 +35,8 @@ _CUDNN: Any = torch.backends.cudnn
 _MKLDNN: Any = torch.backends.mkldnn
 _NEWER_BACKENDS = torch.backends.cuda.matmul, _MKLDNN.matmul
 _OTHER_BACKENDS = _CUDNN.conv, _MKLDNN.conv, _MKLDNN.rnn
+_PRECISION = attrgetter("fp32_precision")
+_OWNERS_AND_NAMES = [*zip(*_SWITCHES.values(), strict=True)]
 _SUMS = {
     "float16": "allow_fp16_reduced_precision_reduction",
     "bfloat16": "allow_bf16_reduced_precision_reduction",
@@ -63,7 +66,7 @@ def numerics_here() -> Numerics:
         half_math_attention=cuda.fp16_bf16_reduction_math_sdp_allowed(),
         fast_encoder=torch.backends.mha.get_fastpath_enabled(),
         **_sums(),
-        **{field: getattr(owner, name) for field, (owner, name) in _SWITCHES.items()},
+        **dict(zip(_SWITCHES, map(getattr, *_OWNERS_AND_NAMES), strict=True)),
     )
 
 
@@ -171,4 +174,4 @@ def _set_precisions(backends: tuple[Any, ...], wanted: str) -> None:
 
 
 def _joined(backends: tuple[Any, ...]) -> str:
-    return "/".join(backend.fp32_precision for backend in backends)
+    return "/".join(map(_PRECISION, backends))

@@ -208,7 +208,7 @@ def copied(value: Any) -> Any:
     if type(value) is tuple and not any(map(isinstance, value, repeat(_CONTAINERS))):
         return value  # nothing in it can change
     if isinstance(value, dict):
-        found = copy(value)
+        found = dict(value) if type(value) is dict else copy(value)
         # In C, since few arguments are containers and this runs for each layer's call.
         are_nested = map(isinstance, value.values(), repeat(_CONTAINERS))
         for key, item in compress(value.items(), are_nested):

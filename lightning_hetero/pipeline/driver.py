@@ -394,12 +394,13 @@ class _RunningStep:
 
     def _act(self, ready: Sequence[Action]) -> None:
         """Carry out the most urgent of these actions, or wait for the next return."""
+        has_layers = self.driver.hosted is not None
         action = choose(
             ready,
             self._in_flight,
             self.max_started,
             self.driver.starts_first or self._batch.starts_first,
-            [action for action in ready if self._runs_layers(action)],
+            [action for action in ready if self._runs_layers(action)] if has_layers else (),
         )
         if action is None:
             self._take(self.driver.stages.receive())

@@ -99,7 +99,9 @@ def encode_frame(frame: Frame) -> list[memoryview]:
     Raises:
         LocalProtocolError: If the frame is longer than the limits.
     """
-    return [encode_head(frame), *encode_body(frame.tensors)]
+    specs = [TensorSpec.of(tensor) for tensor in frame.tensors]
+    body = encode_body(frame.tensors)
+    return [_head(frame.message, specs, sum(map(len, body))), *body]
 
 
 def encode_head(frame: Frame) -> memoryview:
@@ -109,11 +111,14 @@ def encode_head(frame: Frame) -> memoryview:
         LocalProtocolError: If the frame is longer than the limits.
     """
     specs = [TensorSpec.of(tensor) for tensor in frame.tensors]
-    _, body_bytes = body_layout(specs)
-    header = _encoder.encode(Header(frame.message, specs))
+    return _head(frame.message, specs, body_layout(specs)[1])
+
+
+def _head(message: Message, specs: list[TensorSpec], body_bytes: int) -> memoryview:
+    header = _encoder.encode(Header(message, specs))
     if len(header) > _LIMITS.header_bytes or body_bytes > _LIMITS.body_bytes:
         raise LocalProtocolError(
-            f"{type(frame.message).__name__} with {len(header)} + {body_bytes} bytes is over the "
+            f"{type(message).__name__} with {len(header)} + {body_bytes} bytes is over the "
             f"limit of {_LIMITS.header_bytes} + {_LIMITS.body_bytes} bytes."
         )
     return memoryview(_PREFIX.pack(MAGIC, PROTOCOL_VERSION, len(header), body_bytes) + header)
