@@ -41,6 +41,7 @@ from lightning_hetero import (
 )
 from lightning_hetero.cli.top import WorkerSighting, seen_again, table
 from lightning_hetero.discovery.find import WorkerStatus, ask_status
+from lightning_hetero.planner.profile import Link
 from lightning_hetero.report.diagram import diagram
 from lightning_hetero.report.html import report
 from lightning_hetero.report.run_record import read_run
@@ -50,7 +51,6 @@ from lightning_hetero.report.topology import (
     DrawnHop,
     DrawnLink,
     DrawnPlace,
-    DrawnSpeed,
     Memory,
     Topology,
 )
@@ -97,9 +97,9 @@ def example() -> Topology:
         return Memory(gib * GIB, {part: share * gib * GIB for part, share in used})
 
     wired, first, second = (
-        DrawnSpeed(1.1e9, 0.00021),
-        DrawnSpeed(272e6, 0.0011),
-        DrawnSpeed(280e6, 0.0011),
+        Link("one", "other", 0.00021, 1.1e9),
+        Link("one", "other", 0.0011, 272e6),
+        Link("one", "other", 0.0011, 280e6),
     )
     return Topology(
         title="Llama-3.1-8B, LoRA in bfloat16",

@@ -38,7 +38,6 @@ from lightning_hetero.plan import Plan, StagePlan
 from lightning_hetero.planner.cards import with_card
 from lightning_hetero.planner.profile import EMBEDDING, HEAD, Part, Profile
 from lightning_hetero.planner.solver import Wishes, solve, solve_replicated
-from lightning_hetero.planner.step_model import Hop, Pipeline, StageTimes
 from lightning_hetero.profiler.measure import ProfilingOptions
 from lightning_hetero.profiler.trials import change_of_speed
 from lightning_hetero.protocol import messages as m
@@ -657,10 +656,6 @@ def at_most_three(batch_size: int, **wishes: Any) -> Act:
     return lambda: solve(given, Wishes(**wishes))
 
 
-def pipeline(*hops: Hop) -> Act:
-    return lambda: Pipeline([StageTimes(1, 1)] * 3, 1, hops, hops, 1, 1, processes=[0, 1, 1])
-
-
 def card(name: str, *, dtype: str = "float32", wish: str) -> Act:
     timings = [timing("layer", 1.0, 2.0, dtype=dtype)]
     workers = [device("w:1", 1, 2, device=name, timings=timings)]
@@ -751,11 +746,6 @@ MEASURED = [
         "Exclude those that cannot, or take another plan.",
         small_for_all(),
         small_for_all("b"),
-    ),
-    follows(
-        "and a hop between them takes time; give it 0 seconds",
-        pipeline(Hop("a", 1), Hop("b", 1), Hop("c", 1)),
-        pipeline(Hop("a", 1), Hop("b", 0), Hop("c", 0)),
     ),
     follows(
         "If one of them is such a card, write its name under `device`.",

@@ -19,8 +19,11 @@ from pages import ROOT, script
 # Data that the package reads, of each kind.
 DATA = (
     "lightning_hetero/py.typed",
+    "lightning_hetero/launch/machine.sh",
+    "lightning_hetero/pairing/words.txt",
     "lightning_hetero/planner/cards.csv",
     "lightning_hetero/report/page.html",
+    "lightning_hetero/report/picture.css",
 )
 
 

@@ -17,7 +17,7 @@ from rich.table import Table
 from benchmarks.planner_fleets.fleets import draw_fleet
 from benchmarks.planner_fleets.tries import Tries
 from lightning_hetero.planner.solver import solve
-from lightning_hetero.planner.verdict import judge, tokens_per_second
+from lightning_hetero.planner.verdict import BY_SPEEDS, judge
 
 NUM_DEVICES = (16, 32, 64, 128)
 
@@ -76,7 +76,7 @@ def compare(seed: int, num_devices: int, num_tries: int) -> Result:
         seed,
         [len(team) for team in chosen.teams],
         planned,
-        tokens_per_second(chosen) / judge(solution).bounds[0].tokens_per_second,
+        chosen.tokens_per_second / judge(solution).bounds[BY_SPEEDS],
         chosen.step_seconds / best.step_seconds - 1,
     )
 

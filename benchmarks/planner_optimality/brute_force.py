@@ -20,7 +20,7 @@ from lightning_hetero.planner import replica_teams
 from lightning_hetero.planner.arrangements import Arrangement
 from lightning_hetero.planner.bounds import least_bottleneck
 from lightning_hetero.planner.candidates import Candidate, Costs, boundary_hops
-from lightning_hetero.planner.costs import BothEnds, Holder
+from lightning_hetero.planner.costs import BothEnds, Holder, Left
 from lightning_hetero.planner.profile import HEAD, Profile
 from lightning_hetero.planner.search import speeds_of
 from lightning_hetero.planner.step_model import busy_seconds_of_media
@@ -98,7 +98,7 @@ class BruteForce:
         may_leave = model.embedding_may_leave and bool(order)
         head_may_leave = model.head_may_leave and bool(order) and self._has_head(order[-1])
         for left in product({False, may_leave}, {False, head_may_leave}):
-            way = Arrangement.line(self._of_teams, order, pieces, left)
+            way = Arrangement.line(self._of_teams, order, pieces, Left(*left))
             for in_flight in sorted({min(count, pieces) for count in counts}):
                 yield way, in_flight
 
@@ -209,13 +209,11 @@ class Bounds:
         if len(self._own) == 1:
             return np.asarray(self._count * (self._own[0] + self._loss) + self._optimizer)
         way, count = self._way, self._count
-        there, back = boundary_hops(
-            way.costs, [COORDINATOR, *way.workers], way.size, way.embedding_left, (), way.head_left
-        )
+        there, back = boundary_hops(way.costs, [COORDINATOR, *way.workers], way.size, way.left)
         passing = [hop.busy_seconds + hop.latency_seconds for hop in (*there, *back)]
         whole = sum(self._own) + self._loss + sum(passing)
         busiest = max(busy_seconds_of_media([*there, *back]).values())
-        started = most_started(self._in_flight, sends_token_ids=way.embedding_left)
+        started = most_started(self._in_flight, sends_token_ids=way.left.embedding)
         bounds = [
             math.ceil(count / started) * whole,
             count * (self._own[0] + self._loss),

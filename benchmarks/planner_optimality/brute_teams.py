@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from lightning_hetero.plan import COORDINATOR, Recompute, StagePlan
 from lightning_hetero.planner.candidates import Candidate, Costs, Seat
-from lightning_hetero.planner.costs import START
+from lightning_hetero.planner.costs import START, Left
 from lightning_hetero.planner.feasibility import shortages, with_parts
 from lightning_hetero.planner.profile import EMBEDDING, HEAD, Profile
 from lightning_hetero.planner.replicas import Team, exchange_seconds
@@ -121,7 +121,7 @@ class BruteTeams:
     def _own_seconds(self, way: _Way) -> float:
         """What the coordinator has to do in a step besides a share of a stage, without
         recomputation."""
-        own = self._costs.both_ends(self._costs.size(way.micro_batches), way.embedding_left)
+        own = self._costs.both_ends(self._costs.size(way.micro_batches), Left(way.embedding_left))
         option = own.front.options[0]
         layers = sum(float(option.seconds(*span)) for span in (way.ranges[0], way.ranges[-1]))
         return way.micro_batches * (own.end_seconds + layers)

@@ -24,7 +24,7 @@ from lightning_hetero.planner.profile import (
     Timing,
 )
 from lightning_hetero.planner.solver import solve
-from lightning_hetero.planner.verdict import judge
+from lightning_hetero.planner.verdict import BY_SPEEDS, judge
 
 GIB = 2**30
 
@@ -77,7 +77,7 @@ def measure(case: Case, rounds: int, batch_size: int, heads: bool) -> list[str]:
         verdict = judge(solution)
         verdict_seconds.append(time.process_time() - planned)
         plan_seconds.append(planned - start)
-        achieved.append(verdict.tokens_per_second / verdict.bounds[0].tokens_per_second)
+        achieved.append(solution.chosen.tokens_per_second / verdict.bounds[BY_SPEEDS])
         chosen.append(len(solution.chosen.workers))
     return [
         case.name,

@@ -52,7 +52,7 @@ from lightning_hetero.planner.profile import (
     Timing,
 )
 from lightning_hetero.planner.solver import Wishes, solve
-from lightning_hetero.planner.verdict import judge, tokens_per_second
+from lightning_hetero.planner.verdict import judge
 
 MODEL = "Llama 3.1 8B"
 EFFICIENCY = 0.5
@@ -190,7 +190,7 @@ def rows(fleet: Fleet, steps: int, scale: float) -> list[list[str]]:
             way,
             _layers(chosen),
             f"{chosen.step_seconds:.3f}",
-            f"{tokens_per_second(chosen) / alone:.2f} x {name}",
+            f"{chosen.tokens_per_second / alone:.2f} x {name}",
         ]
         if steps:
             near = replace(profile, **settings, default_link=LOOPBACK)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
@@ -19,7 +19,7 @@ from typing_extensions import override
 
 from .._lightning import MisconfigurationException, pl
 from ..coordinator.deployment import Deployment
-from ..coordinator.lost_workers import Loss, lost_between, seconds_of
+from ..coordinator.lost_workers import lost_between, seconds_of
 from ..coordinator.telemetry import Telemetry
 from ..model.stored import format_of
 from ..pipeline.optimizer import gradient_norms, gradients_here, total_norm
@@ -82,11 +82,6 @@ class _Asked:
     began_seconds: float
     asked_seconds: float
     norms: Mapping[str, float]
-
-    @property
-    def wall_seconds(self) -> float:
-        """The length of the time asked for."""
-        return self.asked_seconds - self.began_seconds
 
 
 class StageMonitor(pl.Callback):
@@ -242,7 +237,7 @@ class StageMonitor(pl.Callback):
                 for n, t in totals.items()
                 if n not in replaced
             },
-            asked.wall_seconds,
+            asked.asked_seconds - asked.began_seconds,
         )
         # A worker without layers may get some again.
         self._before |= totals
@@ -253,7 +248,9 @@ class StageMonitor(pl.Callback):
             metrics = process_metrics(window, number) | records[number].health
             found |= _named(f"stage/{number}", metrics)
         if losses is not None:
-            found |= _named("recovery", _recovered(losses, asked))
+            between = asked.began_seconds, asked.asked_seconds
+            found["recovery/losses"] = float(len(lost_between(losses, *between)))
+            found["recovery/seconds"] = seconds_of(losses, *between)
         found |= _named("pipeline", pipeline_metrics(window))
         found |= _named("pipeline", self._compared(trainer, deployment, window, asked.names))
         for logger in trainer.loggers:
@@ -287,14 +284,6 @@ class StageMonitor(pl.Callback):
         if isinstance(peaks, Mapping):
             return sum(peaks[name] for name in names) if set(names) <= set(peaks) else None
         return None if peaks is None else peaks * len(names)
-
-
-def _recovered(losses: Sequence[Loss], asked: _Asked) -> dict[str, float]:
-    between = asked.began_seconds, asked.asked_seconds
-    return {
-        "losses": float(len(lost_between(losses, *between))),
-        "seconds": seconds_of(losses, *between),
-    }
 
 
 def _named(prefix: str, metrics: Mapping[str, float]) -> dict[str, float]:
@@ -416,10 +405,9 @@ def _of_one(totals: Totals, num_steps: int) -> dict[str, float]:
     if num_steps > 0:
         found["optimizer_ms"] = 1e3 * totals.seconds.get("optimizer", 0.0) / num_steps
         found["sent_bytes"] = totals.sent_bytes / num_steps
-        if totals.received_bytes > 0:
-            found["received_bytes"] = totals.received_bytes / num_steps
-        if totals.from_replicas_bytes > 0:
-            found["from_replicas_bytes"] = totals.from_replicas_bytes / num_steps
+        for name in ("received_bytes", "from_replicas_bytes"):
+            if getattr(totals, name) > 0:
+                found[name] = getattr(totals, name) / num_steps
     return found
 
 

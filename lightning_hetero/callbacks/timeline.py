@@ -9,11 +9,12 @@ import json
 import logging
 import math
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from itertools import count, pairwise
 from pathlib import Path
 from typing import Any
 
+import msgspec
 from lightning_utilities.core.rank_zero import rank_zero_only
 from typing_extensions import override
 
@@ -21,11 +22,10 @@ from .._lightning import MisconfigurationException, pl
 from ..coordinator.lost_workers import Loss
 from ..coordinator.telemetry import Telemetry
 from ..pipeline.placement import COORDINATOR_STAGE
-from ..pipeline.recorder import EXCHANGED
-from ..plan import Plan
 from ..protocol.fields import ACTIONS, Span
+from ..report.run_record import PredictedStep, Recorded, RecordedProcess, TimelineStep
 from ..report.timeline import chart_of
-from ..telemetry.layer_ranges import Range, stages_as_text
+from ..telemetry.layer_ranges import stages_as_text
 from ..telemetry.recorded_step import (
     Absence,
     Prediction,
@@ -61,11 +61,11 @@ class PipelineTimeline(pl.Callback):
     """Records when every process computed, waited, packed and sent in some training steps.
 
     ``timeline.json`` is a trace for https://ui.perfetto.dev. It shows all processes on the
-    coordinator's clock, and beside each step its prediction by the simulator, if the simulator
-    knows the plan. Actions have the number of their stage in their name: ``2F0`` is the forward of
-    stage 2 on micro-batch 0. ``timeline.svg`` shows the last recorded step. Both files are beside
-    the run's logs and are written after each recorded step. Other steps are not slowed down.
-    Workers without layers are left out.
+    coordinator's clock, and beside each step its prediction by the simulator, if the devices were
+    measured before the run. Actions have the number of their stage in their name: ``2F0`` is the
+    forward of stage 2 on micro-batch 0. ``timeline.svg`` shows the last recorded step. Both files
+    are beside the run's logs and are written after each recorded step. Other steps are not slowed
+    down. Workers without layers are left out.
 
     Args:
         steps: The numbers of the optimizer steps to record; the first step is 0. The first steps
@@ -132,7 +132,14 @@ class PipelineTimeline(pl.Callback):
             return
         opened, self._open = self._open, None
         telemetry, names = Telemetry.of(deployment.coordinator), process_names(deployment)
-        recorded = _gather(telemetry, deployment.plan, names, *opened, self._num_batches)
+        telemetry.compare_clocks()
+        records = telemetry.records(telemetry.ask_records(with_spans=True))
+        clocks = {number: align(found) for number, found in telemetry.clock_samples().items()}
+        spans = {number: record.spans for number, record in records.items()}
+        dropped = sum(record.num_dropped for record in records.values())
+        recorded = recorded_step(
+            *opened, deployment.plan, names, spans, clocks, dropped, self._num_batches
+        )
         losses = deployment.coordinator.replacements.losses or ()
         recorded = recorded.with_absences(map(_absence, losses))
         telemetry.stop_recording(_WHO)
@@ -156,23 +163,6 @@ class PipelineTimeline(pl.Callback):
             logger.warning("The timeline of this run is not written: %s", error)
 
 
-def _gather(
-    telemetry: Telemetry,
-    plan: Plan,
-    names: Mapping[int, str],
-    step: int,
-    start_seconds: float,
-    num_batches: int,
-) -> RecordedStep:
-    """The spans of all processes, on this process's clock."""
-    telemetry.compare_clocks()
-    records = telemetry.records(telemetry.ask_records(with_spans=True))
-    clocks = {number: align(found) for number, found in telemetry.clock_samples().items()}
-    spans = {number: record.spans for number, record in records.items()}
-    dropped = sum(record.num_dropped for record in records.values())
-    return recorded_step(step, start_seconds, plan, names, spans, clocks, dropped, num_batches)
-
-
 def _absence(loss: Loss) -> Absence:
     end = math.inf if loss.end_seconds is None else loss.end_seconds
     restored = end if loss.restored_seconds is None else loss.restored_seconds
@@ -183,19 +173,17 @@ def _absence(loss: Loss) -> Absence:
 
 def trace_of(steps: Sequence[StepAndPrediction]) -> dict[str, Any]:
     """The trace as a JSON object. Times are microseconds since the first step started."""
-    if not steps:
-        return {"displayTimeUnit": "ms", "traceEvents": [], "otherData": {"format": FORMAT}}
     writer = _Writer(steps[0][0].start_seconds)
     events = [*_names(steps)]
     for step, prediction in steps:
         events += writer.events(step)
         if prediction is not None:
             events += writer.predicted(step, prediction)
-    other = {
-        "format": FORMAT,
-        "processes": [_process(process) for process in steps[-1][0].processes],
-        "steps": [writer.summary(*each) for each in steps],
-    }
+    summary = Recorded(
+        [writer.summary(*each) for each in steps],
+        [_process(process) for process in steps[-1][0].processes],
+    )
+    other = {"format": FORMAT, **msgspec.to_builtins(summary)}
     return {"displayTimeUnit": "ms", "traceEvents": events, "otherData": other}
 
 
@@ -223,22 +211,12 @@ class _Writer:
                 args = {"step": step.step, "kind": span.kind}
                 yield self._bar("predicted", name_of(span), track, times, args)
 
-    def summary(self, step: RecordedStep, prediction: Prediction | None) -> dict[str, Any]:
-        found: dict[str, Any] = {
-            "step": step.step,
-            "start_us": self._micro(step.start_seconds),
-            "end_us": self._micro(step.end_seconds),
-            "bubble_share": step.bubble,
-            "num_dropped": step.num_dropped,
-            "processes": [_shares(process) for process in step.processes],
-        }
+    def summary(self, step: RecordedStep, prediction: Prediction | None) -> TimelineStep:
+        start, end = self._micro(step.start_seconds), self._micro(step.end_seconds)
+        known = None
         if prediction is not None:
-            found["predicted"] = {
-                "source": prediction.source,
-                "seconds": prediction.seconds,
-                "bubble_share": prediction.bubble,
-            }
-        return found
+            known = PredictedStep(prediction.seconds, prediction.bubble)
+        return TimelineStep(step.step, start, end, step.bubble, known, step.num_dropped)
 
     def _slice(self, step: RecordedStep, process: ProcessSpans, span: Span) -> Event:
         category, track, name = _shown(process, span)
@@ -261,9 +239,8 @@ class _Writer:
         """Until another process had the layers, and while it repeated the lost worker's work."""
         moments = away.start_seconds, away.restored_seconds, away.end_seconds
         args = {"step": step.step, "why": away.reason}
-        for name, times in zip(
-            ("lost", f"repeats {away.repeated}"), pairwise(moments), strict=True
-        ):
+        names = "lost", f"repeats {away.repeated}"
+        for name, times in zip(names, pairwise(moments), strict=True):
             yield self._bar("recovery", name, (away.number, _LOST), times, args)
 
     def _flow(self, step: RecordedStep, process: ProcessSpans, span: Span) -> Iterator[Event]:
@@ -289,13 +266,9 @@ class _Writer:
     ) -> Event:
         """A bar of a process's track, from a start to an end in seconds."""
         (process, thread), (start, end) = track, times
-        place = {
-            "pid": process,
-            "tid": thread,
-            "ts": self._micro(start),
-            "dur": 1e6 * (end - start),
-        }
-        return {"ph": "X", "cat": category, "name": name, **place, "args": args}
+        place = {"pid": process, "tid": thread}
+        when = {"ts": self._micro(start), "dur": 1e6 * (end - start)}
+        return {"ph": "X", "cat": category, "name": name, **place, **when, "args": args}
 
     def _micro(self, seconds: float) -> float:
         return 1e6 * (seconds - self._zero)
@@ -359,31 +332,9 @@ def _names(steps: Sequence[StepAndPrediction]) -> Iterator[Event]:
             yield {"ph": "M", "name": "thread_name", "pid": pid, "tid": tid, "args": args}
 
 
-def _process(process: ProcessSpans) -> dict[str, Any]:
-    return {
-        "process": process.number,
-        "name": process.name,
-        "ranges": [_range(each) for each in process.ranges],
-        "clock_offset_seconds": process.clock.knots[-1].offset_seconds,
-        "clock_error_seconds": process.clock.error_seconds,
-    }
-
-
-def _range(held: Range) -> dict[str, Any]:
-    found: dict[str, Any] = {"stage": held.stage, "layers": [*held.layers]}
-    return found if held.share is None else {**found, "share": [*held.share]}
-
-
-def _shares(process: ProcessSpans) -> dict[str, Any]:
-    return {
-        "process": process.number,
-        "busy_us": 1e6 * process.computing_seconds,
-        "waiting_us": 1e6 * process.seconds("wait"),
-        "transferring_us": 1e6 * process.seconds("take", "pack"),
-        "sent_bytes": sum(span.num_bytes for span in process.spans if span.kind == "send"),
-        "from_replicas_bytes": sum(
-            span.num_bytes
-            for span in process.spans
-            if span.message == EXCHANGED and span.kind == "optimizer"
-        ),
-    }
+def _process(process: ProcessSpans) -> RecordedProcess:
+    clock, ranges = process.clock, tuple(process.ranges)
+    offset_seconds = clock.knots[-1].offset_seconds
+    return RecordedProcess(
+        process.name, ranges, process.number, offset_seconds, clock.error_seconds
+    )

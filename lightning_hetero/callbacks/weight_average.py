@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from itertools import chain
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from lightning_utilities.core.rank_zero import rank_zero_warn
@@ -19,8 +19,6 @@ from ..errors import ModelError
 from ..model.tensors import is_frozen
 from ..pipeline.optimizer import AveragingAction, WeightAverages, averaged_tensors
 from ..plan import Plan
-
-Found = TypeVar("Found")
 
 
 class StageWeightAveraging(EMAWeightAveraging):
@@ -82,45 +80,9 @@ class StageWeightAveraging(EMAWeightAveraging):
     @override
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Start the averages at the weights, or at the averages of the checkpoint."""
-        resumed, self._resumed = self._resumed, None
-        self.begin_again(trainer, resumed)
-
-    def averages(self, trainer: pl.Trainer) -> dict[str, Any] | None:
-        """The state dict of the averages, once they exist."""
-        if self._averages is None:
-            return None
-        self._swap(trainer)
-        try:
-            return trainer.strategy.lightning_module_state_dict()
-        finally:
-            self._swap(trainer)
-
-    @property
-    def present(self) -> dict[str, Tensor] | None:
-        """The averages of this process's own parameters, by their paths, once they exist."""
-        return None if self._averages is None else dict(self._averages.present)
-
-    def with_averages_there(self, trainer: pl.Trainer, action: Callable[[], Found]) -> Found:
-        """Do something while the stages have their averages in the place of their weights."""
-        self._tell_stages(trainer, "swap")
-        try:
-            return action()
-        finally:
-            self._tell_stages(trainer, "swap")
-
-    def go_on(self, trainer: pl.Trainer, present: Mapping[str, Tensor]) -> None:
-        """Go on with these averages after layers have moved; stages go on with their own."""
-        module = trainer.lightning_module
-        tensors = chain(module.named_parameters(), module.named_buffers())
-        here = {path: t for path, t in tensors if path in present and not t.is_meta}
-        self._averages = WeightAverages(averaged_tensors(module) | here, present)
-        self._tell_stages(trainer, "go on")
-
-    def begin_again(self, trainer: pl.Trainer, averages: dict[str, Any] | None) -> None:
-        """Start new averages, equal at first to the given averages, or else to the weights."""
-        module = trainer.lightning_module
-        with _training(module, self._averaged_before):
-            self._averages = WeightAverages(averaged_tensors(module))
+        averages, self._resumed = self._resumed, None
+        with _training(pl_module, self._averaged_before):
+            self._averages = WeightAverages(averaged_tensors(pl_module))
             self._tell_stages(trainer, "begin")
         self._averaged_before = frozenset()
         if averages is not None:
@@ -178,7 +140,11 @@ class StageWeightAveraging(EMAWeightAveraging):
         if self._averages is None or not checkpoint["state_dict"]:
             return  # there are no averages yet, or the weights could not be gathered
         checkpoint["current_model_state"] = checkpoint["state_dict"]
-        checkpoint["state_dict"] = self.averages(trainer)
+        self._swap(trainer)
+        try:
+            checkpoint["state_dict"] = trainer.strategy.lightning_module_state_dict()
+        finally:
+            self._swap(trainer)
         checkpoint["averaging_state"] = {"n_averaged": torch.tensor(self._num_averaged)}
 
     @override
@@ -223,6 +189,59 @@ class StageWeightAveraging(EMAWeightAveraging):
         if average_weights is not None:
             average_weights(action, self._num_averaged, self._decay)
 
+    @contextmanager
+    def _averages_there(self, trainer: pl.Trainer) -> Iterator[None]:
+        """Inside, the stages have their averages in the place of their weights."""
+        self._tell_stages(trainer, "swap")
+        try:
+            yield
+        finally:
+            self._tell_stages(trainer, "swap")
+
+    def _coming_home(
+        self, trainer: pl.Trainer, deployment: Deployment, plan: Plan
+    ) -> dict[str, Tensor]:
+        """Fetch the averages of this process's new layers under a plan, by their paths.
+
+        Raises:
+            ModelError: If an average would be lost because its parameter is frozen by now.
+        """
+        if self._averages is None:
+            return {}
+        module, leaving = trainer.lightning_module, deployment.leaving_home(plan)
+        for path, parameter in module.named_parameters():
+            if parameter in leaving and is_frozen(parameter) and path in self._averages.present:
+                raise ModelError(
+                    f"{path} was frozen after its average began, and the average of a frozen "
+                    "parameter does not move to a worker; keep its layer where it is, or freeze it "
+                    "before the run."
+                )
+        paths, coming = deployment.paths(), deployment.coming_home(plan)
+        names_of = deployment.tensors.names_of
+        ever = {names_of[tensor] for tensor in deployment.trained.ever if tensor in names_of}
+        buffers = {path for path, b in module.named_buffers() if b.is_floating_point()}
+        names = [n for n in coming if n in paths and (n in ever or paths[n] in buffers)]
+        with self._averages_there(trainer):
+            found = deployment.tensors.fetch(names)
+        return {paths[name]: found[name] for name in names}
+
+    def _go_on(
+        self, trainer: pl.Trainer, deployment: Deployment, coming: Mapping[str, Tensor]
+    ) -> None:
+        """Go on with averages after layers have moved, with the averages fetched before."""
+        if self._averages is None:
+            return
+        module, present = trainer.lightning_module, {**self._averages.present, **coming}
+        tensors = chain(module.named_parameters(), module.named_buffers())
+        here = {path: t for path, t in tensors if path in present and not t.is_meta}
+        self._averages = WeightAverages(averaged_tensors(module) | here, present)
+        self._tell_stages(trainer, "go on")
+        away = set(deployment.tensors.names_of.values())
+        paths = ((name, path) for name, path in deployment.paths().items() if name in away)
+        leaving = {name: present[path] for name, path in paths if path in present}
+        with self._averages_there(trainer):
+            deployment.tensors.store(leaving)
+
     def _made(self) -> WeightAverages:
         if self._averages is None:
             raise MisconfigurationException(
@@ -264,52 +283,7 @@ def moving_averages(
     callbacks = trainer.callbacks  # type: ignore[attr-defined]
     found = [one for one in callbacks if isinstance(one, StageWeightAveraging)]
     before = present()
-    coming = [_averages_coming_home(trainer, one, before, plan) for one in found]
+    coming = [one._coming_home(trainer, before, plan) for one in found]
     yield
     for callback, averages in zip(found, coming, strict=True):
-        _go_on(trainer, callback, present(), averages)
-
-
-def _averages_coming_home(
-    trainer: pl.Trainer, callback: StageWeightAveraging, deployment: Deployment, plan: Plan
-) -> dict[str, Tensor]:
-    """Fetch the averages of this process's new layers under a plan, by their paths.
-
-    Raises:
-        ModelError: If an average would be lost because its parameter is frozen by now.
-    """
-    present = callback.present
-    if present is None:
-        return {}
-    module, leaving = trainer.lightning_module, deployment.leaving_home(plan)
-    for path, parameter in module.named_parameters():
-        if parameter in leaving and is_frozen(parameter) and path in present:
-            raise ModelError(
-                f"{path} was frozen after its average began, and the average of a frozen "
-                "parameter does not move to a worker; keep its layer where it is, or freeze it "
-                "before the run."
-            )
-    paths, coming = deployment.paths(), deployment.coming_home(plan)
-    names_of = deployment.tensors.names_of
-    ever = {names_of[tensor] for tensor in deployment.trained.ever if tensor in names_of}
-    buffers = {path for path, b in module.named_buffers() if b.is_floating_point()}
-    names = [n for n in coming if n in paths and (n in ever or paths[n] in buffers)]
-    found = callback.with_averages_there(trainer, lambda: deployment.tensors.fetch(names))
-    return {paths[name]: found[name] for name in names}
-
-
-def _go_on(
-    trainer: pl.Trainer,
-    callback: StageWeightAveraging,
-    deployment: Deployment,
-    coming: Mapping[str, Tensor],
-) -> None:
-    """Go on with averages after layers have moved, with the averages fetched before."""
-    if callback.present is None:
-        return
-    present = {**callback.present, **coming}
-    callback.go_on(trainer, present)
-    away = set(deployment.tensors.names_of.values())
-    paths = ((name, path) for name, path in deployment.paths().items() if name in away)
-    leaving = {name: present[path] for name, path in paths if path in present}
-    callback.with_averages_there(trainer, lambda: deployment.tensors.store(leaving))
+        callback._go_on(trainer, present(), averages)

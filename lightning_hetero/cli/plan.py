@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+from functools import partial
 from typing import TypeVar
 
 from rich.console import Group, RenderableType
@@ -15,10 +16,11 @@ from ..plan import Plan
 from ..planner.cards import FASTEST, SLOWEST, with_card
 from ..planner.profile import Profile
 from ..planner.solver import Solution, Wishes, parse_memory, parse_pin, predict_given, solve
-from ..planner.verdict import bottleneck, judge, render, show, tokens_per_second
+from ..planner.verdict import bottleneck, judge, render, show
 from .options import new_file, writing
 
 Value = TypeVar("Value")
+Decide = Callable[[Profile, Wishes], Solution]
 
 
 def run(options: argparse.Namespace) -> None:
@@ -35,7 +37,12 @@ def run(options: argparse.Namespace) -> None:
     if options.given or options.what_if:
         _check_question(options)
         given = Plan.from_yaml(options.given) if options.given else None
-        show(_answer(options, profile, Planner(given, wishes)))
+        decide = solve if given is None else partial(predict_given, given)
+        if options.what_if:
+            show(_with_cards(profile, options.what_if, decide, wishes))
+            return
+        solution = decide(profile, wishes)
+        show(Group(render(judge(solution)), Text(bottleneck(solution.chosen))))
         return
     path = options.output or new_file("plan.yaml")
     solution = solve(profile, wishes)
@@ -54,36 +61,14 @@ def _each_once(pairs: Iterable[tuple[str, Value]]) -> dict[str, Value]:
     return values
 
 
-@dataclass(frozen=True)
-class Planner:
-    """Answers for one profile after the other.
-
-    Args:
-        given: The plan to predict; by default the solver's choice.
-        wishes: The user's conditions.
-    """
-
-    given: Plan | None
-    wishes: Wishes
-
-    def decide(self, profile: Profile) -> Solution:
-        """The given plan or the solver's, under the wishes for this profile's devices.
-
-        Raises:
-            PlanError: If every plan fails, or the given plan does not fit.
-        """
-        if self.given is not None:
-            return predict_given(self.given, profile, self.wishes)
-        return solve(profile, self.wishes)
-
-    def without(self, guessed: set[str]) -> Planner:
-        """The planner for a profile without the guessed devices."""
-        wishes = self.wishes
-        pins = {name: layers for name, layers in wishes.pins.items() if name not in guessed}
-        memory = {n: size for n, size in wishes.memory_bytes.items() if n not in guessed}
-        exclude = [name for name in wishes.exclude if name not in guessed]
-        fewer = replace(wishes, pins=pins, memory_bytes=memory, exclude=exclude)
-        return replace(self, wishes=fewer)
+def _without(wishes: Wishes, guessed: set[str]) -> Wishes:
+    """The wishes for a profile without the guessed devices."""
+    return replace(
+        wishes,
+        pins={name: layers for name, layers in wishes.pins.items() if name not in guessed},
+        memory_bytes={n: size for n, size in wishes.memory_bytes.items() if n not in guessed},
+        exclude=[name for name in wishes.exclude if name not in guessed],
+    )
 
 
 def _check_question(options: argparse.Namespace) -> None:
@@ -104,14 +89,9 @@ def _check_question(options: argparse.Namespace) -> None:
         )
 
 
-def _answer(options: argparse.Namespace, profile: Profile, planner: Planner) -> RenderableType:
-    if options.what_if:
-        return _with_cards(profile, options.what_if, planner)
-    solution = planner.decide(profile)
-    return Group(render(judge(solution)), Text(bottleneck(solution.chosen)))
-
-
-def _with_cards(profile: Profile, cards: Iterable[str], planner: Planner) -> RenderableType:
+def _with_cards(
+    profile: Profile, cards: Iterable[str], decide: Decide, wishes: Wishes
+) -> RenderableType:
     """The plan with guessed cards, its range, and the speed of the measured devices alone."""
     middle = fastest = slowest = profile
     guesses = []
@@ -120,15 +100,15 @@ def _with_cards(profile: Profile, cards: Iterable[str], planner: Planner) -> Ren
         slowest = with_card(slowest, card, SLOWEST).profile
         guesses.append(with_card(middle, card))
         middle = guesses[-1].profile
-    solution = planner.decide(middle)
-    ends = [tokens_per_second(planner.decide(each).chosen) for each in (slowest, fastest)]
+    solution = decide(middle, wishes)
+    ends = [decide(each, wishes).chosen.tokens_per_second for each in (slowest, fastest)]
     added = {guess.name for guess in guesses} - {device.name for device in profile.devices}
     try:
-        before = planner.without(added).decide(profile).chosen
+        before = decide(profile, _without(wishes, added)).chosen
     except PlanError as error:
         measured = str(error)
     else:
-        measured = f"a plan makes {tokens_per_second(before):,.0f} tokens/s."
+        measured = f"a plan makes {before.tokens_per_second:,.0f} tokens/s."
     said = [
         *map(str, guesses),
         f"The plan above is for the middle of the guess; at its ends a plan makes "

@@ -15,7 +15,7 @@ from ..devices.description import equipment_here
 from ..devices.device import devices_beside
 from ..discovery.find import Lookout, find_workers
 from ..errors import WorkerUnreachable
-from ..launch.join import Door, open_door
+from ..launch.join import Door
 from ..launch.launcher import Joining, RestartingLauncher
 from ..launch.local import (
     START_SECONDS,
@@ -162,7 +162,7 @@ class LaunchedWorkers(ListedWorkers):
         credentials = self._credentials() if token is None else Credentials(token)
         identity = Identity(equipment_here(device), credentials)
         where = Address.parse(launcher.listen)
-        self._door = open_door(where, identity, deadlines, launcher.least, named, rank_zero_info)
+        self._door = Door(where, identity, deadlines, launcher.least, named, rank_zero_info)
         try:
             launcher.start(self._door.address, token)
             self._door.wait(launcher.wait_seconds, launcher.faults)

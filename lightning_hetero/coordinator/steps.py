@@ -7,7 +7,7 @@ from collections.abc import Callable, Collection, Container, Iterable, Iterator,
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 import torch
 from torch import Tensor
@@ -37,6 +37,8 @@ from .member import Member
 
 if TYPE_CHECKING:
     from .layers import RemoteLayers
+
+Counted = TypeVar("Counted")
 
 
 class OutgoingArguments:
@@ -435,16 +437,16 @@ class RemoteStages:
                 decode = partial(decode_activation, message)
                 activation = self.copies.to_device(frame.tensors, decode)
                 self._due.take_activation(message.key, activation, holdings.layers, holdings.dtypes)
-                self._counts.returned.update(way.values())
+                _count(self._counts.returned, way.values())
                 if activation.requires_grad:
-                    self._counts.due_back.update(way.values())
+                    _count(self._counts.due_back, way.values())
                 return Returned(message.key, activation)
             if isinstance(message, m.Gradient):
                 way = self._way_from(message, worker)
                 decoding = partial(decode_gradients, message)
                 gradients = self.copies.to_device(frame.tensors, decoding)
                 self._due.take_gradients(message.key, gradients)
-                self._counts.gone_back.update(way.values())
+                _count(self._counts.gone_back, way.values())
                 return Returned(message.key, gradients)
         return None
 
@@ -507,7 +509,7 @@ class _Counts:
 
     def legs(self, key: Key, way: Mapping[int, Member]) -> Iterator[tuple[Leg, Member]]:
         """Count a forward; yields its way through each stage, with the stage's worker."""
-        self.sent.update(way.values())
+        _count(self.sent, way.values())
         for number, worker in way.items():
             before, behind = way.get(number - 1), way.get(number + 1)
             counted = worker, number, key.visit
@@ -526,6 +528,12 @@ class _Counts:
         """Count a backward; returns its place in each stage, the last stage first."""
         counted = [(worker, number) for number, worker in sorted(way.items(), reverse=True)]
         found = tuple(self._backwards[each] for each in counted)
-        self._backwards.update(counted)
-        self.sent_back.update(way.values())
+        _count(self._backwards, counted)
+        _count(self.sent_back, way.values())
         return found
+
+
+def _count(counts: Counter[Counted], things: Iterable[Counted]) -> None:
+    """Count a few things; `Counter.update` is made for many, and takes long to begin."""
+    for each in things:
+        counts[each] += 1

@@ -324,7 +324,7 @@ class Twins(NoTwins):
                 for name, parameter in layer.named_parameters():
                     if parameter.is_floating_point():
                         parameter.requires_grad_(name in trained)
-            call.set_modes(layer)
+            call.set_modes(dict(layer.named_modules()))
             stack.enter_context(on_trial(layer, keeps_modes))
             if dtype is not None:
                 # Its cache would keep the weights of all layers.

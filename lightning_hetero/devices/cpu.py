@@ -33,6 +33,9 @@ class Cpu(Device, device_type="cpu"):
     def has_flash_attention(self) -> bool:
         return False
 
+    def synchronize(self) -> None:
+        """Return at once: a call returns after its work."""
+
     def total_bytes(self) -> int:
         return total_main_memory()
 

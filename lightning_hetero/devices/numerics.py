@@ -11,6 +11,7 @@ import contextlib
 import os
 import warnings
 from collections.abc import Iterator
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -30,6 +31,12 @@ _SWITCHES: dict[str, tuple[Any, str]] = {
     "onednn_deterministic": (torch.backends.mkldnn, "deterministic"),
     "float16_accumulation": (torch.backends.cuda.matmul, "allow_fp16_accumulation"),
 }
+_CUDNN: Any = torch.backends.cudnn
+_MKLDNN: Any = torch.backends.mkldnn
+_NEWER_BACKENDS = torch.backends.cuda.matmul, _MKLDNN.matmul
+_OTHER_BACKENDS = _CUDNN.conv, _MKLDNN.conv, _MKLDNN.rnn
+_PRECISION = attrgetter("fp32_precision")
+_OWNERS_AND_NAMES = [*zip(*_SWITCHES.values(), strict=True)]
 _SUMS = {
     "float16": "allow_fp16_reduced_precision_reduction",
     "bfloat16": "allow_bf16_reduced_precision_reduction",
@@ -49,7 +56,7 @@ def numerics_here() -> Numerics:
     cuda = torch.backends.cuda
     return Numerics(
         _matmul_precision(),
-        _joined(_other_backends()),
+        _joined(_OTHER_BACKENDS),
         torch.are_deterministic_algorithms_enabled(),
         torch.is_deterministic_algorithms_warn_only_enabled(),
         cuda.flash_sdp_enabled(),
@@ -59,7 +66,7 @@ def numerics_here() -> Numerics:
         half_math_attention=cuda.fp16_bf16_reduction_math_sdp_allowed(),
         fast_encoder=torch.backends.mha.get_fastpath_enabled(),
         **_sums(),
-        **{field: getattr(owner, name) for field, (owner, name) in _SWITCHES.items()},
+        **dict(zip(_SWITCHES, map(getattr, *_OWNERS_AND_NAMES), strict=True)),
     )
 
 
@@ -77,7 +84,7 @@ def compute_with(numerics: Numerics) -> None:
     if numerics.matmul_precision != here.matmul_precision:
         _set_matmul_precision(numerics.matmul_precision)
     if numerics.other_precisions != here.other_precisions:
-        _set_precisions(_other_backends(), numerics.other_precisions)
+        _set_precisions(_OTHER_BACKENDS, numerics.other_precisions)
     torch.use_deterministic_algorithms(numerics.deterministic, warn_only=numerics.only_warns)
     cuda = torch.backends.cuda
     cuda.enable_flash_sdp(numerics.flash_attention)
@@ -147,12 +154,12 @@ def _matmul_precision() -> str:
         return torch.get_float32_matmul_precision()
     except RuntimeError:
         # The newer setting is in use.
-        return _joined(_newer_backends())
+        return _joined(_NEWER_BACKENDS)
 
 
 def _set_matmul_precision(wanted: str) -> None:
     if "/" in wanted:
-        _set_precisions(_newer_backends(), wanted)
+        _set_precisions(_NEWER_BACKENDS, wanted)
         return
     with contextlib.suppress(RuntimeError), warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -167,14 +174,4 @@ def _set_precisions(backends: tuple[Any, ...], wanted: str) -> None:
 
 
 def _joined(backends: tuple[Any, ...]) -> str:
-    return "/".join(backend.fp32_precision for backend in backends)
-
-
-def _newer_backends() -> tuple[Any, ...]:
-    return torch.backends.cuda.matmul, torch.backends.mkldnn.matmul  # type: ignore[attr-defined]
-
-
-def _other_backends() -> tuple[Any, ...]:
-    cudnn: Any = torch.backends.cudnn
-    mkldnn: Any = torch.backends.mkldnn
-    return cudnn.conv, mkldnn.conv, mkldnn.rnn
+    return "/".join(map(_PRECISION, backends))

@@ -1,6 +1,6 @@
 """Announce a worker on the local network by multicast DNS, and hear the announcements of others.
 
-    token ── HKDF-SHA256 ──▶ key;  tag = HMAC-SHA256(key, nonce, hosts, port, versions)
+    token ── HKDF-SHA256 ──▶ key;  tag = HMAC-SHA256(key, nonce, hosts, port)
 
 A process needs the token to make a tag or to recognise it. For everyone else the tag is random and
 different for each worker, so it hides which workers belong together. The tag only decides which
@@ -28,10 +28,8 @@ from cryptography.hazmat.primitives.kdf.hkdf import HKDF
 
 from ..errors import DiscoveryError
 from ..optional import import_extra
-from ..protocol.messages import PROTOCOL_VERSION
 from ..transport.address import MOST_PORT, Address
 from ..transport.token import Token, read_token_file
-from ..version import __version__
 
 # DNS-SD allows fifteen characters between the underscore and the dot.
 SERVICE = "_light-hetero._tcp.local."
@@ -39,11 +37,11 @@ SERVICE = "_light-hetero._tcp.local."
 Interface = ipaddress.IPv4Interface | ipaddress.IPv6Interface
 
 _SALT = b"lightning-hetero"
-_PURPOSE = b"recognition of announcements, version 1"
+_PURPOSE = b"recognition of announcements, version 2"
 _KEY_BYTES = 32
 _NONCE_BYTES = 16
 # The fields of an announcement beside hosts and port, as carried by DNS-SD.
-_PROPERTIES = ("protocol", "version", "nonce", "tag")
+_PROPERTIES = ("nonce", "tag")
 # A machine may have many addresses, and each silent address costs a try.
 MOST_HOSTS = 8
 # Each one is dialled.
@@ -59,16 +57,12 @@ class Announcement:
     Args:
         hosts: IP addresses of the machine.
         port: The port, the same on all addresses.
-        protocol: The worker's protocol version.
-        version: The worker's version of lightning-hetero.
         nonce: Makes each tag different.
         tag: Proves the worker's token to processes with the same token.
     """
 
     hosts: tuple[str, ...]
     port: int
-    protocol: str
-    version: str
     nonce: str
     tag: str
 
@@ -103,7 +97,7 @@ class Recogniser:
     def announcement(self, hosts: Iterable[str], port: int) -> Announcement:
         """A new announcement, with a nonce of its own."""
         chosen, nonce = tuple(sorted(list(hosts)[:MOST_HOSTS])), secrets.token_hex(_NONCE_BYTES)
-        unmarked = Announcement(chosen, port, str(PROTOCOL_VERSION), __version__, nonce, "")
+        unmarked = Announcement(chosen, port, nonce, "")
         return replace(unmarked, tag=self._tag(unmarked))
 
     def recognises(self, announcement: Announcement) -> bool:
@@ -112,7 +106,7 @@ class Recogniser:
         return hmac.compare_digest(announcement.tag.encode(), expected)
 
     def _tag(self, about: Announcement) -> str:
-        said = [about.nonce, about.port, about.protocol, about.version, *about.hosts]
+        said = [about.nonce, about.port, *about.hosts]
         return hmac.digest(self._key, json.dumps(said).encode(), "sha256").hex()
 
 

@@ -74,6 +74,16 @@ class Finding:
     figures: Mapping[str, float | str] = field(default_factory=dict)
 
 
+def passed(check: Check, text: str, /, **figures: float | str) -> Finding:
+    """The finding of a working hop."""
+    return Finding(check, "passed", text, "", figures)
+
+
+def failed(check: Check, text: str, remedy: str = "") -> Finding:
+    """The finding of a hop that does not work."""
+    return Finding(check, "failed", text, remedy)
+
+
 @dataclass(frozen=True)
 class Report:
     """The findings on the way to one worker.
@@ -168,16 +178,16 @@ class Greeting:
 def no_token(reason: str, remedy: str = "") -> Iterator[Finding]:
     """This end does not have a usable token, so it must not send to another machine."""
     yield Finding("TLS", "skipped", "it needs a usable token at this end")
-    yield Finding("token", "failed", reason, remedy)
+    yield failed("token", reason, remedy)
 
 
 def distrusted(error: TrustError) -> Iterator[Finding]:
     """The two ends do not trust each other."""
     if error.about != "TLS":
-        yield Finding("TLS", "passed", "the peer speaks TLS")
+        yield passed("TLS", "the peer speaks TLS")
     if error.about == "clock":
-        yield Finding("token", "passed", "the peer has a certificate of some token")
-    yield Finding(error.about, "failed", *_cut(str(error)))
+        yield passed("token", "the peer has a certificate of some token")
+    yield failed(error.about, *_cut(str(error)))
 
 
 def broken_off(error: Exception, is_secured: bool) -> Iterator[Finding]:
@@ -186,14 +196,14 @@ def broken_off(error: Exception, is_secured: bool) -> Iterator[Finding]:
         yield from _trust(is_secured)
     check: Check = "TLS" if is_secured else "worker"
     text = f"the listener there did not answer as a worker: {error}".rstrip(".")
-    yield Finding(check, "failed", text, "check that it is a worker, and read its log")
+    yield failed(check, text, "check that it is a worker, and read its log")
 
 
 def silent(error: Exception) -> Iterator[Finding]:
     """The peer agreed on TLS, but then it was silent."""
-    yield Finding("TLS", "passed", "TLS 1.3")
+    yield passed("TLS", "TLS 1.3")
     text = f"the worker ended the conversation: {error}".rstrip(".")
-    yield Finding("token", "failed", text, "read the worker's log")
+    yield failed("token", text, "read the worker's log")
 
 
 def heard(greeting: Greeting, here: m.Equipment, address: Address) -> Iterator[Finding]:
@@ -207,24 +217,21 @@ def heard(greeting: Greeting, here: m.Equipment, address: Address) -> Iterator[F
         return
     if isinstance(answer, m.Welcome):
         equipment = answer.equipment
-        yield Finding(
-            "worker",
-            "passed",
-            f"free, computes on {equipment.device} ({equipment.device_name})",
-            figures={"device": equipment.device, "device_name": equipment.device_name},
-        )
+        device, name = equipment.device, equipment.device_name
+        text = f"free, computes on {device} ({name})"
+        yield passed("worker", text, device=device, device_name=name)
     else:
         reason = answer.reason if isinstance(answer, m.Failure) else str(answer)
-        yield Finding("worker", "failed", *_cut(reason))
+        yield failed("worker", *_cut(reason))
 
 
 def _trust(is_secured: bool) -> Iterator[Finding]:
     if is_secured:
-        yield Finding("TLS", "passed", "TLS 1.3")
-        yield Finding("token", "passed", "both ends have the same token")
+        yield passed("TLS", "TLS 1.3")
+        yield passed("token", "both ends have the same token")
     else:
         yield Finding("TLS", "skipped", "not used: neither end has a token")
-        yield Finding("token", "passed", "not needed on one machine")
+        yield passed("token", "not needed on one machine")
 
 
 def _clock(greeting: Greeting) -> Finding:
@@ -232,10 +239,10 @@ def _clock(greeting: Greeting) -> Finding:
     if not said:
         return Finding("clock", "skipped", "the worker does not report its time")
     offset_seconds = said - (greeting.sent_at_seconds + greeting.heard_at_seconds) / 2
-    figures = {"offset_seconds": offset_seconds}
     if abs(offset_seconds) <= _TOLERABLE_SECONDS:
-        return Finding("clock", "passed", f"{offset_seconds:+.3f} s there", "", figures)
+        return passed("clock", f"{offset_seconds:+.3f} s there", offset_seconds=offset_seconds)
     remedy = "set the clocks (NTP); beyond two days the certificates are refused"
+    figures = {"offset_seconds": offset_seconds}
     return Finding("clock", "warned", f"{offset_seconds:+.0f} s there", remedy, figures)
 
 
@@ -244,17 +251,17 @@ def _versions(greeting: Greeting, here: m.Equipment, address: Address) -> Findin
     protocol = answer.protocol if isinstance(answer, m.Welcome) else greeting.version
     equipment = answer.equipment if isinstance(answer, m.Welcome) else m.Equipment()
     if isinstance(answer, m.Failure) and protocol != m.PROTOCOL_VERSION:
-        return Finding("version", "failed", *_cut(answer.reason))
+        return failed("version", *_cut(answer.reason))
     ours = Party("this end", m.PROTOCOL_VERSION, here)
     theirs = Party(f"the worker at {address}", protocol, equipment)
     if found := obstacles(ours, theirs):
-        return Finding("version", "failed", *_cut(" ".join(found)))
+        return failed("version", *_cut(" ".join(found)))
     others = differences(here, equipment)
-    figures: dict[str, float | str] = {"protocol": protocol, **equipment.versions}
     text = f"protocol {protocol}"
     if others:
         text += f"; different versions, which is normal: {', '.join(others)}"
-    return Finding("version", "passed", text, "", figures)
+    figures: dict[str, float | str] = {"protocol": protocol, **equipment.versions}
+    return passed("version", text, **figures)
 
 
 def _cut(sentences: str) -> tuple[str, str]:
@@ -297,7 +304,7 @@ def against_plan(wanted: WantedPlan, worker: str, measured: Sequence[Link]) -> F
         return Finding("plan", "skipped", f"the plan has no stage on {worker}")
     crossing = _bytes_per_step(candidate, worker)
     if not any(crossing):
-        return Finding("plan", "passed", "the plan sends only small messages on this link")
+        return passed("plan", "the plan sends only small messages on this link")
     there, back = map(in_bytes, crossing)
     media = {f"{link.source} to {link.target}" for link in measured}
     media |= {link.shared for link in measured if link.shared}
@@ -320,7 +327,7 @@ def against_plan(wanted: WantedPlan, worker: str, measured: Sequence[Link]) -> F
         exchange = in_seconds(candidate.exchange_seconds)
         text += f"; after the last backward, replicas exchange gradients for {exchange}"
     if share <= 1:
-        return Finding("plan", "passed", text, "", figures)
+        return passed("plan", text, **figures)
     remedy = (
         "use a faster link, or give the stage `activation_dtype` and `gradient_dtype` in the "
         "plan, to send fewer bytes"

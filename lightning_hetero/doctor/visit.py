@@ -30,20 +30,8 @@ from ..transport.deadlines import Deadlines
 from ..transport.handshake import greet
 from ..transport.link_probe import Exchange, exchange_over, measure_link
 from ..transport.tls import Credentials, credentials_of, secured
-from .checks import (
-    COPY_ITS_FILE,
-    Finding,
-    Greeting,
-    Report,
-    WantedPlan,
-    against_plan,
-    broken_off,
-    completed,
-    distrusted,
-    heard,
-    no_token,
-    silent,
-)
+from . import checks
+from .checks import Finding, Greeting, Report, WantedPlan, failed, passed
 
 _SESSION = "doctor"
 # Socket options of Linux without a name in Python, of IPPROTO_IP and of IPPROTO_IPV6.
@@ -115,8 +103,8 @@ class _Route:
 def visit(address: Address, options: Options) -> Report:
     """Check the way to one worker, hop by hop."""
     visited = _WayToWorker(address, options)
-    with contextlib.closing(visited.checks()) as checks:
-        findings = list(completed(checks))
+    with contextlib.closing(visited.findings()) as found:
+        findings = list(checks.completed(found))
     return Report(str(address), findings, visited.machine)
 
 
@@ -131,7 +119,7 @@ class _WayToWorker:
         self._interface = ""
         self.machine = ""
 
-    def checks(self) -> Generator[Finding, None, None]:
+    def findings(self) -> Generator[Finding, None, None]:
         yield self._name()
         yield self._route()
         port, connected = self._port()
@@ -143,10 +131,10 @@ class _WayToWorker:
     def _from_greeting_on(self, connected: socket.socket) -> Iterator[Finding]:
         credentials = self._options.credentials
         if isinstance(credentials, TokenError):
-            yield from no_token(str(credentials).rstrip("."))
+            yield from checks.no_token(str(credentials).rstrip("."))
         elif credentials is None and not self._address.is_loopback:
             text = f"this end has no token, and {self._address} is on another machine"
-            yield from no_token(text, COPY_ITS_FILE)
+            yield from checks.no_token(text, checks.COPY_ITS_FILE)
         else:
             opened = yield from self._opening(SocketConnection(connected), credentials)
             if opened is not None:
@@ -162,13 +150,13 @@ class _WayToWorker:
                 "write the worker's IP address; names that end in .local need mDNS on both "
                 "machines and do not pass through VPNs"
             )
-            return Finding("name", "failed", text, remedy)
+            return failed("name", text, remedy)
         # The system lists an address once for each of its sources.
         targets = [_Target(family, where) for family, _, _, _, where in found]
         self._targets = list(dict.fromkeys(targets))
         hosts = [target.host for target in self._targets]
         text = "an IP address" if hosts == [name] else f"{name} is {', '.join(hosts)}"
-        return Finding("name", "passed", text)
+        return passed("name", text)
 
     def _route(self) -> Finding:
         faults = []
@@ -179,11 +167,11 @@ class _WayToWorker:
                 faults.append(f"{target.host}: {error.strerror or error}")
         if not self._routes:
             remedy = "check that the network, or the VPN, is up on this machine"
-            return Finding("route", "failed", f"no route to {'; '.join(faults)}", remedy)
+            return failed("route", f"no route to {'; '.join(faults)}", remedy)
         first, *others = self._routes.values()
         each = ", ".join(f"{target.host} {route}" for target, route in self._routes.items())
-        figures = {"source": first.source, "interface": first.interface}
-        return Finding("route", "passed", each if others else str(first), "", figures)
+        text = each if others else str(first)
+        return passed("route", text, source=first.source, interface=first.interface)
 
     def _port(self) -> tuple[Finding, socket.socket | None]:
         """Connect to every address of the name, and keep the first answering connection."""
@@ -194,7 +182,7 @@ class _WayToWorker:
             except OSError as error:
                 errors[target] = error
         if not answered:
-            return Finding("port", "failed", *_why_closed(self._address, errors)), None
+            return failed("port", *_why_closed(self._address, errors)), None
         answered.sort(key=lambda one: one[0])
         seconds, connected, taken = answered[0]
         for _, other, _ in answered[1:]:
@@ -207,8 +195,7 @@ class _WayToWorker:
                 f"of {len(self._routes)} addresses {taken.host} {text}, {route}, before the "
                 "others; write it in `workers` to always use it"
             )
-        figures: dict[str, float | str] = {"connect_seconds": seconds, "host": taken.host}
-        return Finding("port", "passed", text, "", figures), connected
+        return passed("port", text, connect_seconds=seconds, host=taken.host), connected
 
     def _opening(
         self, plain: Connection, credentials: Credentials | None
@@ -220,13 +207,13 @@ class _WayToWorker:
             connection = secured(plain, credentials, False, self._options.connect_seconds)
             greeting = self._greeting(connection, session, is_secured)
         except TrustError as error:
-            yield from distrusted(error)
+            yield from checks.distrusted(error)
             return None
         except (ChannelError, ProtocolError, OSError) as error:
             has_agreed = is_secured and connection is not None
-            yield from silent(error) if has_agreed else broken_off(error, is_secured)
+            yield from checks.silent(error) if has_agreed else checks.broken_off(error, is_secured)
             return None
-        answers = list(heard(greeting, self._options.equipment, self._address))
+        answers = list(checks.heard(greeting, self._options.equipment, self._address))
         yield from answers
         if any(answer.outcome == "failed" for answer in answers):
             return None
@@ -266,21 +253,21 @@ class _WayToWorker:
                 "lower the MTU of the interface on both machines, to 1280 to begin with (`ip link "
                 "set dev NAME mtu 1280`, or `MTU = 1280` in a WireGuard file)"
             )
-            return Finding("MTU", "failed", f"large messages do not get through: {error}", remedy)
+            return failed("MTU", f"large messages do not get through: {error}", remedy)
         path, stats = _path_mtu(connected), psutil.net_if_stats().get(self._interface)
         text = "large messages get through both ways"
         if path is not None:
             text += f"; packets of {path} bytes"
         if path is not None and stats is not None and path < min(stats.mtu, _LARGEST_PACKET):
             text += f", while {self._interface} sends {stats.mtu}"
-        return Finding("MTU", "passed", text, "", {} if path is None else {"path_mtu_bytes": path})
+        return passed("MTU", text, **({} if path is None else {"path_mtu_bytes": path}))
 
     def _link(self, exchange: Exchange) -> Iterator[Finding]:
         """Latency and bandwidth, and whether they meet the needs of a plan."""
         try:
             found = measure_link(exchange, self._options.measure_seconds)
         except HeteroError as error:
-            yield Finding("latency", "failed", f"the link broke during the measurement: {error}")
+            yield failed("latency", f"the link broke during the measurement: {error}")
             return
         worker = str(self._address)
         there = fit_link(COORDINATOR, worker, [(s.num_bytes, s.seconds) for s in found.there])
@@ -293,9 +280,9 @@ class _WayToWorker:
             yield Finding("plan", "skipped", text)
             return
         try:
-            yield against_plan(wanted, worker, [there, back])
+            yield checks.against_plan(wanted, worker, [there, back])
         except PlanError as error:
-            yield Finding("plan", "failed", str(error).rstrip("."))
+            yield failed("plan", str(error).rstrip("."))
 
 
 def _route_to(target: _Target) -> _Route:
@@ -366,17 +353,15 @@ def _path_mtu(connected: socket.socket) -> int | None:
 def _latency(there: Link, back: Link) -> Finding:
     both_seconds = there.latency_seconds + back.latency_seconds
     text = f"a small message and its answer take {1000 * both_seconds:.2f} ms"
-    return Finding("latency", "passed", text, "", {"round_trip_seconds": both_seconds})
+    return passed("latency", text, round_trip_seconds=both_seconds)
 
 
 def _bandwidth(there: Link, back: Link) -> Finding:
-    amounts = [8 * link.bytes_per_second / 1e6 for link in (there, back)]
-    text = f"{amounts[0]:,.0f} Mbit/s there, {amounts[1]:,.0f} Mbit/s back"
-    figures = {
-        "there_bytes_per_second": there.bytes_per_second,
-        "back_bytes_per_second": back.bytes_per_second,
-    }
-    return Finding("bandwidth", "passed", text, "", figures)
+    rates = there.bytes_per_second, back.bytes_per_second
+    text = f"{8e-6 * rates[0]:,.0f} Mbit/s there, {8e-6 * rates[1]:,.0f} Mbit/s back"
+    return passed(
+        "bandwidth", text, there_bytes_per_second=rates[0], back_bytes_per_second=rates[1]
+    )
 
 
 def _machine_of(channel: Channel, inbox: Inbox, patience_seconds: float) -> str:

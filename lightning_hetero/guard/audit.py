@@ -14,7 +14,7 @@ A step is compared at the first optimizer step at or after that batch, when noth
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from lightning_utilities.core.rank_zero import rank_zero_info
@@ -38,23 +38,6 @@ def audited_layers(plan: Plan) -> list[int]:
     return [numbers[at] for at in range(most) for numbers in remote if at < len(numbers)]
 
 
-@dataclass(frozen=True)
-class _Parameter:
-    """A parameter whose step is audited.
-
-    Args:
-        name: As on its worker.
-        group: The number of its group.
-        before: As it is before the step.
-        gradient: Its gradient; None if it has none.
-    """
-
-    name: str
-    group: int
-    before: Stepped
-    gradient: Tensor | None
-
-
 @dataclass
 class Audit:
     """Audits one layer at scheduled batches. Implements `StepWatch`.
@@ -71,9 +54,10 @@ class Audit:
     _deployment: Deployment | None = None
     _layer: int | None = None
     _which: str = ""
-    # The optimizers with a step still to audit, and the fetched parameters before a step.
+    # The optimizers with a step still to audit, and before a step the fetched parameters by their
+    # names on the worker, each with the number of its group, and its gradient if it has one.
     _due: set[int] = field(default_factory=set)
-    _before: list[_Parameter] = field(default_factory=list)
+    _before: dict[str, tuple[int, Stepped, Tensor | None]] = field(default_factory=dict)
     _said: set[str] = field(default_factory=set)
 
     def follow(self, deployment: Deployment) -> None:
@@ -106,7 +90,7 @@ class Audit:
 
     def before_step(self, remote: RemoteOptimizer) -> None:
         """Fetch the weights, gradients and states before a step on workers; gradients are final."""
-        self._before = []
+        self._before = {}
         deployment = self._deployment
         if deployment is None or self._layer is None or id(remote) not in self._due:
             return
@@ -119,15 +103,9 @@ class Audit:
             return
         gradients = deployment.coordinator.optimizers.fetch_gradients([*chosen])
         weights, states = _fetched(deployment, remote, chosen)
-        self._before = [
-            _Parameter(
-                name,
-                group,
-                Stepped(weights[name], states.get(name, {}), remote.options[group]),
-                gradients.get(name),
-            )
-            for name, group in chosen.items()
-        ]
+        for name, group in chosen.items():
+            before = Stepped(weights[name], states.get(name, {}), remote.options[group])
+            self._before[name] = group, before, gradients.get(name)
 
     def after_step(self, remote: RemoteOptimizer) -> None:
         """Compare a step with a step of its parameters here.
@@ -135,7 +113,7 @@ class Audit:
         Raises:
             ModelError: If something differs by more than a little, and the mode is ``"stop"``.
         """
-        before, self._before = self._before, []
+        before, self._before = self._before, {}
         if before and self._layer is not None and self._deployment is not None:
             self._compare_steps(self._deployment, remote, self._layer, before)
 
@@ -144,25 +122,25 @@ class Audit:
         deployment: Deployment,
         remote: RemoteOptimizer,
         number: int,
-        before: Sequence[_Parameter],
+        parameters: Mapping[str, tuple[int, Stepped, Tensor | None]],
     ) -> None:
-        weights, states = _fetched(deployment, remote, {each.name: each.group for each in before})
+        weights, states = _fetched(deployment, remote, parameters)
         here = remote.options
         worst, what = 0.0, ""
-        for each in before:
-            found = Stepped(weights[each.name], states.get(each.name, {}), here[each.group])
+        for name, (group, before, gradient) in parameters.items():
+            found = Stepped(weights[name], states.get(name, {}), here[group])
             try:
-                alone = each.before.stepped_alone(remote.optimizer, each.gradient, each.group)
+                alone = before.stepped_alone(remote.optimizer, gradient, group)
             except Exception as error:
                 why = f"{type(error).__name__}: {error}"
-                self._say(f"the step of {each.name} was not audited: {why}")
+                self._say(f"the step of {name} was not audited: {why}")
                 return
-            changed = alone.changed_options(here[each.group])
-            difference = alone.difference(found, each.before)
+            changed = alone.changed_options(here[group])
+            difference = alone.difference(found, before)
             if changed:
                 worst, what = 1.0, f"the number {changed[0]!r} of its group"
             elif difference > worst:
-                worst, what = difference, f"the step of {each.name.partition('.')[2]}"
+                worst, what = difference, f"the step of {name.partition('.')[2]}"
         if worst:
             kind, judged = type(remote.optimizer).__name__, OPTIMIZER_STEP.compare(worst)
             end_or_warn(
@@ -201,7 +179,7 @@ def _chosen(deployment: Deployment, remote: RemoteOptimizer, number: int) -> dic
 
 
 def _fetched(
-    deployment: Deployment, remote: RemoteOptimizer, chosen: Mapping[str, int]
+    deployment: Deployment, remote: RemoteOptimizer, chosen: Iterable[str]
 ) -> tuple[Mapping[str, Tensor], Mapping[str, dict[str, object]]]:
     """The weights of parameters, and the optimizer's states for them."""
     weights = deployment.coordinator.layers.fetch([*chosen])

@@ -208,10 +208,14 @@ class OwnAttributes:
                 )
 
     @contextmanager
-    def _parameters_of(self, microbatch: int) -> Iterator[None]:
+    def part(self, microbatch: int) -> Iterator[None]:
+        """Inside, a part of a micro-batch runs, up to its next hand-over."""
         for number, tensor in self._instead.pop(microbatch, {}).items():
             holder, name, _ = self._held.places[number]
             holder[name] = tensor
+        own = self._own.setdefault(microbatch, {})
+        others = {key: self._show(key, value) for key, value in own.items()}
+        before = {number: dict(self._attributes[number]) for number in self._looked_at}
         try:
             yield
         finally:
@@ -220,21 +224,6 @@ class OwnAttributes:
                 for number in instead:
                     holder, name, parameter = self._held.places[number]
                     holder[name] = parameter
-
-    @contextmanager
-    def part(self, microbatch: int) -> Iterator[None]:
-        """Inside, a part of a micro-batch runs, up to its next hand-over."""
-        with self._parameters_of(microbatch), self._attributes_of(microbatch):
-            yield
-
-    @contextmanager
-    def _attributes_of(self, microbatch: int) -> Iterator[None]:
-        own = self._own.setdefault(microbatch, {})
-        others = {key: self._show(key, value) for key, value in own.items()}
-        before = {number: dict(self._attributes[number]) for number in self._looked_at}
-        try:
-            yield
-        finally:
             for number, known in before.items():
                 held = self._attributes[number]
                 present = map(held.get, known, repeat(MISSING))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -160,12 +160,10 @@ class CheckedSteps:
         self._own_attributes.begin_step()
         return self._interleaving.alone is not None
 
-    @contextmanager
-    def part(self, microbatch: int) -> Iterator[None]:
+    def part(self, microbatch: int) -> AbstractContextManager[None]:
         """Inside, a part of a micro-batch runs, up to its next hand-over."""
-        changes = nullcontext() if self._changes is None else self._changes.part()
-        with changes, self._own_attributes.part(microbatch):
-            yield
+        own = self._own_attributes.part(microbatch)
+        return own if self._changes is None else _both(self._changes.part(), own)
 
     def note_changes(self) -> None:
         """Look at the changes by the code between two hand-overs."""
@@ -251,3 +249,11 @@ class TwinCheck:
                 f"{type(error).__name__}: {error}"
             )
         self.trial.deployment.hand_overs.twins.settle(is_first)
+
+
+@contextmanager
+def _both(
+    first: AbstractContextManager[None], second: AbstractContextManager[None]
+) -> Iterator[None]:
+    with first, second:
+        yield

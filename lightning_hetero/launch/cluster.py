@@ -26,60 +26,12 @@ Action = Literal["up", "down", "now", "status"]
 LOCAL = "local"
 # Starts the line with a script's result; shells may print lines of their own.
 _MARK = "lightning-hetero:"
-# A folder of the machine's user. It holds the token, the log and the process number of each worker,
-# under the machine's name and the worker's place, so several cluster files may use one machine.
-_FOLDER = '"$HOME/.local/state/lightning-hetero"'
 # For the import of torch on a busy machine.
 START_SECONDS = 120
 # For an idle worker to end.
 _END_SECONDS = 10
 _SSH = ("ssh", "-T", "-o", "BatchMode=yes", "-o", "ConnectTimeout=15")
 _SSH_FAILED = 255
-
-# The shared part of all scripts: where the worker's files are, and whether it runs. The system may
-# give the number of an ended process to another process, so the script also compares the words of
-# its command line. A process at its end has lost its words and still has its port, so only the
-# system's list says whether it is gone.
-_COMMON = """
-umask 077
-cd || exit 1
-folder={folder}; pid="$folder/{files}.pid"; log="$folder/{files}.log"; token="$folder/{files}.token"
-say() {{ echo "{mark} $*"; }}
-is_gone() {{ case "$(ps -o stat= -p "$(cat "$pid")" 2>/dev/null)" in ""|Z*) ;; *) false ;; esac; }}
-runs() {{ [ -f "$pid" ] && ps -ww -o args= -p "$(cat "$pid")" 2>/dev/null | grep -qF "$token"; }}
-finish() {{ say "$1"; rm -f "$token" "$pid"; exit; }}
-wait_for_end() {{ for second in $(seq {seconds}); do is_gone && finish ended; sleep 1; done; }}
-"""
-_SCRIPTS: dict[Action, str] = {
-    "up": """
-if runs; then say running "$(cat "$pid")"; exit; fi
-mkdir -p "$folder" && printf '%s\\n' {token} > "$token" || {{ say fault the folder $folder; exit; }}
-: > "$log"
-nohup sh -c {command} sh "$token" >> "$log" 2>&1 < /dev/null &
-echo $! > "$pid"
-for second in $(seq {seconds}); do
-  if grep -q "listening on" "$log"; then say started "$(cat "$pid")"; exit; fi
-  kill -0 "$(cat "$pid")" 2>/dev/null || break
-  sleep 1
-done
-say fault "$(tail -n 4 "$log" | tr '\\n' ' ')"
-""",
-    "down": """
-runs || finish stopped
-kill -TERM "$(cat "$pid")"
-wait_for_end
-say draining "$(cat "$pid")"
-""",
-    "now": """
-runs || finish stopped
-kill -TERM "$(cat "$pid")"; sleep 1; kill -TERM "$(cat "$pid")" 2>/dev/null
-wait_for_end
-kill -KILL "$(cat "$pid")"; finish ended
-""",
-    "status": """
-if runs; then say running "$(cat "$pid")"; else say stopped; fi
-""",
-}
 
 
 class Machine(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -123,14 +75,16 @@ class Machine(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         """
         listen = self.listen or f"0.0.0.0:{where.port}"
         words = shlex.join(["worker", "--listen", listen, *self.options])
-        return (_COMMON + _SCRIPTS[action]).format(
-            folder=_FOLDER,
-            files=f"{self.name}@{re.sub('[^A-Za-z0-9.-]', '_', listen)}",
-            mark=_MARK,
-            token="" if token is None else shlex.quote(token.to_text()),
-            command=shlex.quote(f'exec {self.command} {words} --token-file "$1"'),
-            seconds=START_SECONDS if action == "up" else _END_SECONDS,
-        )
+        variables = {
+            "action": action,
+            "files": f"{self.name}@{re.sub('[^A-Za-z0-9.-]', '_', listen)}",
+            "listening": f'exec {self.command} {words} --token-file "$1"',
+            "secret": "" if token is None else token.to_text(),
+            "mark": _MARK,
+            "seconds": str(START_SECONDS if action == "up" else _END_SECONDS),
+        }
+        lines = [f"{name}={shlex.quote(value)}\n" for name, value in variables.items()]
+        return "".join(lines) + Path(__file__).with_name("machine.sh").read_text(encoding="utf-8")
 
 
 class Cluster(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

@@ -17,7 +17,6 @@ import logging
 import re
 import secrets
 import select
-import socket
 import threading
 import time
 from collections import deque
@@ -121,15 +120,18 @@ class Door:
     """Takes dialling workers in until `close`.
 
     Args:
-        listener: A listening socket; the door closes it.
+        where: Where the door listens; port 0 takes a free port, and ``address`` then has it.
         identity: The credentials and equipment of this process.
         deadlines: How long each kind of waiting may take.
         least: How many workers the run needs.
         named: The workers of the plan; empty if any worker will do.
         say: Takes each line about coming and leaving workers, in any thread.
+
+    Raises:
+        WorkerError: If the address is not available, or is beyond loopback without a token.
     """
 
-    listener: socket.socket
+    where: Address
     identity: Identity
     deadlines: Deadlines
     least: int
@@ -141,14 +143,15 @@ class Door:
         self._run = secrets.token_hex(_RUN_BYTES)
         # The names of the workers of the run; empty until it begins.
         self._members: list[str] = []
-        self.address = address_of(self.listener)
+        listener = listen(self.where, self.identity.credentials, for_workers=True)
+        self.address = address_of(listener)
         self._changed = threading.Condition()
         # In the order of their arrival.
         self._guests: dict[str, Guest] = {}
         # Second processes, by their sessions.
         self._seconds: dict[str, Guest] = {}
         self._refused: deque[str] = deque(maxlen=_MOST_REFUSED)
-        self._reception = Reception(self.listener, self._greet, _MOST_GREETINGS)
+        self._reception = Reception(listener, self._greet, _MOST_GREETINGS)
         take = self._reception.take_connections
         self._thread = threading.Thread(target=take, name="door", daemon=True)
         self._thread.start()
@@ -494,23 +497,6 @@ class Door:
             "`linger_seconds`.",
         ]
         return " ".join(words)
-
-
-def open_door(
-    address: Address,
-    identity: Identity,
-    deadlines: Deadlines,
-    least: int,
-    named: Sequence[str] = (),
-    say: Callable[[str], None] = logger.info,
-) -> Door:
-    """Begin to take workers in at an address; for the arguments see `Door`.
-
-    Raises:
-        WorkerError: If the address is not available, or is beyond loopback without a token.
-    """
-    listener = listen(address, identity.credentials, for_workers=True)
-    return Door(listener, identity, deadlines, least, named, say)
 
 
 def _guest_of(connection: Connection, plain: SocketConnection, hello: m.Hello, host: str) -> Guest:

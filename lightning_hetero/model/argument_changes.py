@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from copy import copy
 from itertools import compress, repeat
-from operator import not_
+from operator import ne, not_
 from typing import Any, NamedTuple
 
 import torch
@@ -27,7 +27,7 @@ from .attributes import ATOMS, Snapshot
 from .layer_call import LayerCall
 from .layers import describe_layer
 from .placeholders import HiddenStatesAway, training_flags
-from .state import Stamp
+from .state import Stamp, Stamps
 
 # Older versions of transformers lack it.
 _SHARED_STATES = getattr(transformers.cache_utils, "KVSharingDict", dict)
@@ -143,16 +143,19 @@ class GivenArguments:
 
     def __init__(self, call: LayerCall) -> None:
         self._layer_index = call.layer_index
-        self._tensors: list[tuple[str, Stamp]] = []
+        self._places: list[str] = []
+        tensors: list[Tensor] = []
         self._others: list[tuple[str, Snapshot]] = []
         for place, value in (*enumerate(call.args), *call.kwargs.items()):
             # Most are tensors or cannot change, and a snapshot of such takes many times as long.
             items = value if type(value) is tuple else (value,)
             changeable = [item for item in items if type(item) not in ATOMS]
             if all(map(isinstance, changeable, repeat(Tensor))):
-                self._tensors += [(str(place), Stamp.of(tensor)) for tensor in changeable]
+                self._places += repeat(str(place), len(changeable))
+                tensors += changeable
             else:
                 self._others.append((str(place), Snapshot(value)))
+        self._stamps = Stamps.of(tensors)
 
     def check(self, layer: nn.Module) -> None:
         """Refuse a layer if it has changed an argument.
@@ -171,7 +174,8 @@ class GivenArguments:
 
     def _changed(self) -> Iterator[str]:
         """The places of changed arguments."""
-        yield from (place for place, stamp in self._tensors if stamp.has_changed)
+        present = Stamps.of(self._stamps.tensors)
+        yield from compress(self._places, map(ne, present.versions, self._stamps.versions))
         yield from (place for place, given in self._others if not given.is_same())
 
 
@@ -204,7 +208,7 @@ def copied(value: Any) -> Any:
     if type(value) is tuple and not any(map(isinstance, value, repeat(_CONTAINERS))):
         return value  # nothing in it can change
     if isinstance(value, dict):
-        found = copy(value)
+        found = dict(value) if type(value) is dict else copy(value)
         # In C, since few arguments are containers and this runs for each layer's call.
         are_nested = map(isinstance, value.values(), repeat(_CONTAINERS))
         for key, item in compress(value.items(), are_nested):

@@ -302,18 +302,16 @@ class Checkpoint:
     def read(self, name: str) -> dict[str, Tensor]:
         """Read one tensor of the model in its dtype on disk.
 
+        Args:
+            name: The name of one of the model's parameters or persistent buffers.
+
         Returns:
             The tensor under the name ``""``. For a tensor in bitsandbytes' 4 bits also the parts of
             its state, under the suffixes of its own name on disk: ``absmax``, ``quant_map``, ….
 
         Raises:
-            CheckpointError: If the tensor is missing, or its file cannot be read any more.
+            CheckpointError: If its file cannot be read any more.
         """
-        if name not in self._stored_name:
-            raise CheckpointError(
-                f"The checkpoint has no tensor {name!r}; use a name from the model's "
-                "`named_parameters()`, or a buffer's from its `state_dict()`."
-            )
         name = self._stored_name[name]
         origin = self._origins[name]
         with loading(origin.entries) as load:

@@ -73,7 +73,7 @@ class HeadAtOnce(nn.Module):
     def forward(self, hidden: Tensor) -> Tensor:
         """The loss of hidden states."""
         for call, part in zip(self._calls, self._parts, strict=True):
-            call.set_modes(part)
+            call.set_modes(dict(part.named_modules()))
             args, kwargs = put_hidden(hidden, call.args, call.kwargs, call.place)
             hidden = tensors_of(part(*args, **kwargs), part, call)[call.hidden_at]
         return hidden

@@ -100,12 +100,13 @@ class LayerCall:
     handed_on: str = ""
     comes_back: tuple[str, ...] = ()
 
-    def set_modes(self, layer: nn.Module) -> None:
-        """Put a layer and the modules inside it into their modes at the time of the call."""
-        others = {layer.get_submodule(name) for name in self.other_mode}
+    def set_modes(self, inside: Mapping[str, nn.Module]) -> None:
+        """Put a layer and the modules inside it, given by name, into their modes at the time of the
+        call."""
+        others = {inside[name] for name in self.other_mode}
         mode = self.training
         # Setting an attribute of a module takes ten times as long as reading it.
-        for module in [m for m in layer.modules() if m.training == (mode == (m in others))]:
+        for module in [m for m in inside.values() if m.training == (mode == (m in others))]:
             module.training = not module.training
 
     def named_tensors(self) -> Iterator[tuple[str, Tensor]]:

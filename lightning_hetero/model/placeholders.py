@@ -364,9 +364,11 @@ def _gather(items: Collection[Any], kind: type[Kind], found: list[Kind]) -> None
     are_found = [*map(isinstance, items, repeat(kind))]
     found += compress(items, are_found)
     for item in compress(items, map(not_, are_found)):
-        if isinstance(item, (tuple, list, Mapping)):
-            # A mapping may give its values once alone.
-            _gather([*item.values()] if isinstance(item, Mapping) else item, kind, found)
+        if isinstance(item, (tuple, list)):
+            _gather(item, kind, found)
+        elif isinstance(item, (dict, Mapping)):  # most are dictionaries, found sooner
+            # It may give its values once alone.
+            _gather([*item.values()], kind, found)
 
 
 def mapped(tree: Any, kind: type[Kind], change: Callable[[Kind], Any]) -> Any:

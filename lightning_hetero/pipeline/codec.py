@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Container, Sequence
 from dataclasses import dataclass
+from operator import attrgetter
 
 import torch
 from msgspec.structs import asdict
@@ -29,6 +30,7 @@ from .rule import Key
 
 _STEPS = 127
 
+_FIELDS_OF = attrgetter(*m.LayerArguments.__struct_fields__)
 
 # The dtypes of `torch.set_default_dtype`.
 _DEFAULT_DTYPES = {torch.float16, torch.bfloat16, torch.float32, torch.float64}
@@ -197,7 +199,7 @@ def _dtypes_of(message: m.Arguments) -> tuple[torch.dtype | None, torch.dtype]:
 
 def _encode_call(call: LayerCall, packer: Packer) -> m.LayerArguments:
     where = f"An argument of layer {call.layer_index}"
-    said = {name: getattr(call, name) for name in m.LayerArguments.__struct_fields__}
+    said = dict(zip(m.LayerArguments.__struct_fields__, _FIELDS_OF(call), strict=True))
     said["args"] = packer.pack(call.args, f"{where}: args", Carried)
     said["kwargs"] = packer.pack(call.kwargs, f"{where}: kwargs", Carried)
     if call.cache is not None:

@@ -26,7 +26,7 @@ gradients before them add up in the order of micro-batches.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -394,12 +394,13 @@ class _RunningStep:
 
     def _act(self, ready: Sequence[Action]) -> None:
         """Carry out the most urgent of these actions, or wait for the next return."""
+        has_layers = self.driver.hosted is not None
         action = choose(
             ready,
             self._in_flight,
             self.max_started,
             self.driver.starts_first or self._batch.starts_first,
-            [action for action in ready if self._runs_layers(action)],
+            [action for action in ready if self._runs_layers(action)] if has_layers else (),
         )
         if action is None:
             self._take(self.driver.stages.receive())
@@ -772,8 +773,6 @@ class StepGradients:
         self._tied = tied
         apart = {*tied}
         self._untied = [parameter for parameter in parameters if parameter not in apart]
-        # The untied parameters that train in the present step.
-        self._others: list[nn.Parameter] = []
         # The parameters with a step's gradients kept apart until they are published.
         self._kept_apart: Sequence[nn.Parameter] = parameters
         self._hooks = ParameterHooks()
@@ -790,8 +789,10 @@ class StepGradients:
         self._ended: dict[int, dict[nn.Parameter, Tensor | None]] = {}
         self._first = self._num_added = 0
         self._first_apart: int | None = None
-        # The sums of returned gradients, and the gradients from before the step.
-        self._back: dict[nn.Parameter, Tensor | None] = {}
+        # The untied parameters that train in the step, their sums of returned gradients, and the
+        # gradients from before the step.
+        self._others: list[nn.Parameter] = []
+        self._back: list[Tensor | None] = []
         self._former: dict[nn.Parameter, Stamp] = {}
 
     @property
@@ -842,6 +843,7 @@ class StepGradients:
         self._kept_apart = hooked if accumulate else self._parameters
         self._before = self._take(self._kept_apart)
         self._others = [parameter for parameter in self._untied if parameter.requires_grad]
+        self._back = [None] * len(self._others)
         former = ((parameter, parameter.grad) for parameter in self._others)
         self._former = {p: Stamp.of(grad) for p, grad in former if grad is not None}
 
@@ -851,6 +853,7 @@ class StepGradients:
         for parameter in self._untied:
             if parameter.requires_grad and parameter not in known:  # it was frozen before
                 self._others.append(parameter)
+                self._back.append(None)
                 if parameter.grad is not None:
                     self._former[parameter] = Stamp.of(parameter.grad)
         if self._pending is not None:
@@ -906,6 +909,9 @@ class StepGradients:
         if is_summed_apart and self._first_apart is None:
             self._first_apart = microbatch
         apart = self._parameters if self._is_apart(microbatch) else self._tied
+        if not apart:
+            yield
+            return
         total = self._take(apart)
         mine = self._partial.setdefault(microbatch, {})
         self._put(apart, [*map(mine.get, apart)])
@@ -918,9 +924,12 @@ class StepGradients:
     @contextmanager
     def come_back(self, microbatch: int) -> Iterator[None]:
         """Inside, a backward of this micro-batch begins with returned gradients."""
-        others = () if self._is_apart(microbatch) else self._others
+        if self._is_apart(microbatch):
+            yield
+            return
+        others = self._others
         of_losses = self._take(others)
-        self._put(others, [*map(self._back.get, others)])
+        self._put(others, self._back)
         try:
             yield
         finally:
@@ -931,7 +940,7 @@ class StepGradients:
             else:
                 of_both = compress(of_losses, map(is_not, back, repeat(None)))
                 self._has_mixed |= any(map(is_not, of_both, repeat(None)))
-            self._back.update(zip(others, back, strict=True))
+            self._back = back
 
     def _added_to_former(
         self, parameter: nn.Parameter, back: Tensor | None, of_loss: Tensor | None
@@ -955,12 +964,12 @@ class StepGradients:
         while self._num_added in self._ended:
             if self._is_apart(self._num_added):
                 self._join()  # all of the micro-batches before has come
-            _add(self._ended.pop(self._num_added))
+            _add(self._ended.pop(self._num_added).items())
             self._num_added += 1
 
     def _join(self) -> None:
-        _add(self._back)
-        self._back.clear()
+        _add(zip(self._others, self._back, strict=True))
+        self._back = [None] * len(self._others)
 
     def _take(self, parameters: Sequence[nn.Parameter]) -> list[Tensor | None]:
         taken = [*map(attrgetter("grad"), parameters)]
@@ -971,7 +980,7 @@ class StepGradients:
         deque(map(setattr, parameters, repeat("grad"), gradients), maxlen=0)
 
 
-def _add(gradients: Mapping[nn.Parameter, Tensor | None]) -> None:
-    for parameter, gradient in gradients.items():
+def _add(gradients: Iterable[tuple[nn.Parameter, Tensor | None]]) -> None:
+    for parameter, gradient in gradients:
         if gradient is not None:
             add_gradient(parameter, gradient)

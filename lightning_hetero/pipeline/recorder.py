@@ -103,14 +103,12 @@ class _NotedSpan:
         depth: How many spans it is inside.
         inside_seconds: Seconds of the spans inside it.
         moments: Its begin and end on the device; None if the host's clock gives them.
-        lap: The kind of the span's action; None if the span is not an action of the stage.
     """
 
     span: Span
     depth: int
     inside_seconds: float
     moments: tuple[Moment, Moment] | None
-    lap: ActionKind | None
 
 
 class Recorder:
@@ -143,6 +141,8 @@ class Recorder:
         self._spans: deque[Span] = deque(maxlen=MOST_SPANS)
         self._num_dropped = 0
         self._noted: list[_NotedSpan] = []
+        # The ended actions, with their begins and ends on the device.
+        self._timed: list[tuple[ActionKind, Moment, Moment]] = []
         self._sent: deque[Span] = deque(maxlen=MOST_SPANS)
         self._step: _Step | None = None
         self._depth = 0
@@ -157,6 +157,8 @@ class Recorder:
         summed."""
         if self._began_seconds is None:
             self._began_seconds = self._clock()
+        if not self.is_on:
+            return self._timing(kind)
         if self._step is not None:
             self._step.num_ready += num_ready
             self._step.num_choices += 1
@@ -285,14 +287,12 @@ class Recorder:
 
     def _add_up(self) -> None:
         """Add the noted spans to the sums, actions with the moments of the device."""
+        timed, self._timed = self._timed, []
+        for kind, start, end in timed:
+            self._laps.seconds[kind] += end.seconds_after(start)  # type: ignore[assignment]
+            self._laps.counts[kind] += 1
         noted, self._noted = self._noted, []
-        for each in noted:
-            if each.lap is not None and each.moments is not None:
-                start, end = each.moments
-                self._laps.seconds[each.lap] += end.seconds_after(start)  # type: ignore[assignment]
-                self._laps.counts[each.lap] += 1
-            if not self.is_on:
-                continue
+        for each in noted if self.is_on else ():
             span = self._placed(each)
             seconds = span.end_seconds - span.start_seconds - each.inside_seconds
             if self._step is not None:
@@ -320,6 +320,15 @@ class Recorder:
             self._spans.append(span)
 
     @contextmanager
+    def _timing(self, kind: ActionKind) -> Iterator[None]:
+        """Inside, an action runs while no spans are recorded; see `_open`."""
+        first = self._moment()
+        yield
+        self._timed.append((kind, first, self._moment()))
+        if len(self._timed) >= _MOST_OPEN:
+            self._add_up()
+
+    @contextmanager
     def _open(self, span: Span, lap: ActionKind | None = None) -> Iterator[None]:
         """Inside, a span or an action runs; afterwards it is noted, unless it has raised."""
         inside_before, self._inside_seconds = self._inside_seconds, 0.0
@@ -334,9 +343,11 @@ class Recorder:
             self._depth = max(0, self._depth - 1)
         self._inside_seconds += end - start
         moments = None if first is None else (first, self._moment())
-        if self.is_on or lap is not None:
+        if lap is not None and moments is not None:
+            self._timed.append((lap, *moments))
+        if self.is_on:
             span = replace(span, start_seconds=start, end_seconds=end)
-            self._noted.append(_NotedSpan(span, self._depth, inside, moments, lap))
+            self._noted.append(_NotedSpan(span, self._depth, inside, moments))
         if len(self._noted) >= _MOST_OPEN:
             self._add_up()
 

@@ -533,8 +533,9 @@ class Stage:
                 if piece is not None:
                     run = piece.calling(run, call, layer)
                 place = self.seed, dropout_step, call.layer_index, *within_step
+                modules = self._modules.get(layer) or dict(layer.named_modules())
                 as_called = partial(
-                    _as_called, layer, call, surroundings, place, self._has_own_code, self.weights
+                    _as_called, modules, call, surroundings, place, self._has_own_code, self.weights
                 )
                 if keeps_inputs or isinstance(layer, HeadAtOnce):
                     run = running_again(layer, run, as_called, self._has_own_code)
@@ -563,6 +564,11 @@ class Stage:
             return Activation(hidden.to(given), tuple(others))
 
     @cached_property
+    def _modules(self) -> dict[nn.Module, dict[str, nn.Module]]:
+        """By layer, its modules by name: a walk for each call would take longer than a norm."""
+        return {layer: dict(layer.named_modules()) for layer in self.layers.values()}
+
+    @cached_property
     def _has_own_code(self) -> bool:
         return any(map(has_own_code, self.layers.values()))
 
@@ -575,7 +581,7 @@ class Stage:
 
 @contextmanager
 def _as_called(
-    layer: nn.Module,
+    modules: Mapping[str, nn.Module],
     call: LayerCall,
     surroundings: Surroundings,
     place: tuple[int, ...],
@@ -583,16 +589,16 @@ def _as_called(
     weights: LayerReader | None,
 ) -> Iterator[None]:
     """Inside, a layer has its weights, is in the modes of its call, and draws the random numbers of
-    its place: seed, step, layer, micro-batch and visit."""
+    its place: seed, step, layer, micro-batch and visit. Its modules are given by name."""
     if weights is not None:
         weights.enter(call.layer_index)
-    call.set_modes(layer)
+    call.set_modes(modules)
     seed_action(*place)
     if has_own_code:  # torch and transformers draw from torch alone
         seed_elsewhere(*place)
     with (
         making(surroundings.default_dtype),
-        on_trial(layer, surroundings.keeps_modes) if surroundings.is_trial else nullcontext(),
+        on_trial(modules[""], surroundings.keeps_modes) if surroundings.is_trial else nullcontext(),
     ):
         yield
 

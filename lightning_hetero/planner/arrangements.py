@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import pairwise
 
@@ -15,7 +15,7 @@ import numpy as np
 
 from ..plan import COORDINATOR
 from .candidates import Candidate, Costs, Hops, Range, Seat, as_replicas, pairs_of
-from .costs import BothEnds
+from .costs import BOTH_HERE, BothEnds, Left
 from .layer_split import (
     Choice,
     Indices,
@@ -51,18 +51,17 @@ class Arrangement:
         tables: The tables of teams.
         teams: The processes of each stage after the coordinator's first layers.
         micro_batches: Pieces of all batches of the window.
-        embedding_left: Whether the first team has the embedding.
+        left: Whether the first team has the embedding, and the last one the head; with the head
+            there, the coordinator is in no team.
         kept: If the coordinator is a replica, how many of the first and of the last layers it has
             alone.
-        head_left: Whether the last team has the head; the coordinator is in no team then.
     """
 
     tables: Tables
     teams: Teams
     micro_batches: int
-    embedding_left: bool = False
+    left: Left = BOTH_HERE
     kept: tuple[int, int] = (0, 0)
-    head_left: bool = False
     _known: dict[int, list[TeamTable]] = field(
         default_factory=dict, init=False, repr=False, compare=False
     )
@@ -73,9 +72,8 @@ class Arrangement:
         teams = tuple(tuple(seat.name for seat in team) for team in candidate.teams)
         is_hosted = any(COORDINATOR in team for team in teams)
         kept = (candidate.seats[0].num_layers, candidate.seats[-1].num_layers)
-        pieces, left = candidate.micro_batches, candidate.embedding_left
         kept = kept if is_hosted else (0, 0)
-        return cls(tables, teams, pieces, left, kept, candidate.head_left)
+        return cls(tables, teams, candidate.micro_batches, candidate.left, kept)
 
     @classmethod
     def line(
@@ -83,21 +81,10 @@ class Arrangement:
         tables: Tables,
         workers: Sequence[str],
         micro_batches: int,
-        left: tuple[bool, bool] = (False, False),
+        left: Left = BOTH_HERE,
     ) -> Arrangement:
-        """An arrangement of workers, each with its stage alone; ``left`` says whether embedding and
-        head are on workers."""
-        teams = tuple((name,) for name in workers)
-        return cls(tables, teams, micro_batches).with_left(left)
-
-    def with_left(self, left: tuple[bool, bool]) -> Arrangement:
-        """The arrangement with embedding and head on workers, or on the coordinator."""
-        return replace(self, embedding_left=left[0], head_left=left[1])
-
-    @property
-    def left(self) -> tuple[bool, bool]:
-        """Whether embedding and head are on workers."""
-        return self.embedding_left, self.head_left
+        """An arrangement of workers, each with its stage alone."""
+        return cls(tables, tuple((name,) for name in workers), micro_batches, left)
 
     @property
     def costs(self) -> Costs:
@@ -127,7 +114,7 @@ class Arrangement:
     @cached_property
     def own(self) -> BothEnds:
         """The coordinator."""
-        return self.costs.both_ends(self.size, *self.left)
+        return self.costs.both_ends(self.size, self.left)
 
     @cached_property
     def hops(self) -> Hops:
@@ -135,7 +122,7 @@ class Arrangement:
         other arrangements."""
         if not self.workers or not self.is_line:
             return (), ()
-        return self.costs.hops([COORDINATOR, *self.workers], self.size, *self.left)
+        return self.costs.hops([COORDINATOR, *self.workers], self.size, self.left)
 
     @cached_property
     def travel_seconds(self) -> list[float]:
@@ -233,11 +220,12 @@ class Arrangement:
 
     def _request(self, index: int, in_flight: int) -> TeamRequest:
         team, pieces, last = self.teams[index], self.micro_batches, len(self.teams) - 1
-        ends = ends_of_team(index, last, *self.left)
+        ends = ends_of_team(index, last, self.left)
         if len(team) == 1:
-            return TeamRequest(team, pieces, in_flight, EMBEDDING in ends, HEAD in ends, ends)
+            left = Left(EMBEDDING in ends, HEAD in ends)
+            return TeamRequest(team, pieces, in_flight, left, ends)
         own = self._layers_of_teams if COORDINATOR in team else (0, 0)
-        return TeamRequest(team, pieces, in_flight, *self.left, ends, index == last, last == 0, own)
+        return TeamRequest(team, pieces, in_flight, self.left, ends, index == last, last == 0, own)
 
     def with_ranges(self, ranges: Sequence[Range], in_flight: int) -> Candidate:
         """The candidate with these layers; each team runs them in its fastest way that fits.
@@ -277,11 +265,11 @@ class Arrangement:
         return as_replicas(seats, shares, way.optimizer, self.tables.head_bytes(request))
 
 
-def lefts_of(costs: Costs, teams: Sequence[Sequence[str]]) -> list[tuple[bool, bool]]:
+def lefts_of(costs: Costs, teams: Sequence[Sequence[str]]) -> list[Left]:
     """Whether the first of these teams may have the embedding, and the last one the head: the
     possible pairs."""
     if not teams:
-        return [(False, False)]
+        return [BOTH_HERE]
     is_hosted = any(COORDINATOR in team for team in teams)
     may_leave = costs.profile.model.embedding_may_leave and COORDINATOR not in teams[0]
     return pairs_of(may_leave, not is_hosted and costs.may_hold_head(teams[-1]))
@@ -296,9 +284,9 @@ def place(way: Arrangement, below: float = math.inf) -> list[Candidate]:
 def fronts_of(way: Arrangement) -> list[int | None]:
     """The values of ``front`` to try: None for all of the coordinator's layers in front, 0 for all
     at the end."""
-    if way.embedding_left or way.hosted is not None:
+    if way.left.embedding or way.hosted is not None:
         return [0]
-    if way.head_left:
+    if way.left.head:
         return [None]
     return [None, 0] if way.teams and way.own.speed.most_layers else [None]
 
@@ -337,7 +325,9 @@ def place_in(
             # The two sum in different orders, so their last digits may differ.
             is_slower = splits.bottleneck_seconds > least * (1 + 1e-9)
             batch, least = batch.among(is_slower), least[is_slower]
-        elif np.isfinite(splits.own_seconds[0]) and not any(map(_recomputes, placed)):
+        elif np.isfinite(splits.own_seconds[0]) and not any(
+            seat.option.recompute for candidate in placed for seat in candidate.seats
+        ):
             break
     return found
 
@@ -349,10 +339,6 @@ def place_at(
     is ``below`` or more."""
     batch = _Batch([way], front)
     return [*batch.candidates(batch.splits(in_flight), in_flight, below)]
-
-
-def _recomputes(candidate: Candidate) -> bool:
-    return any(seat.option.recompute for seat in candidate.seats)
 
 
 @dataclass(frozen=True)

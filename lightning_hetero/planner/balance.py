@@ -24,8 +24,9 @@ from itertools import groupby
 from ..plan import COORDINATOR, Plan
 from ..units import in_micro_batches
 from .drift import THRESHOLD, WARM_UP, WINDOW, StageSeconds, medians
+from .feasibility import with_both_ends
 from .profile import Profile
-from .replan import LEAST_GAIN, Known, Replanned, replan, share_saved, with_both_ends
+from .replan import LEAST_GAIN, Known, Replanned, replan, share_saved
 
 NUM_WINDOWS = 3
 """The number of windows; a plan has to save enough in each."""
@@ -100,14 +101,11 @@ class Balance:
         if _are_alike(now, self._searched):
             return None
         found = replan(self.plan, known, now)
-        if found is None or self._saved(found.plan, known, now) < LEAST_GAIN:
+        if found is None or share_saved(found.plan, self.plan, known, now) < LEAST_GAIN:
             self._searched = now
             return None
-        each = [self._saved(found.plan, known, window) for window in self._windows]
+        each = [share_saved(found.plan, self.plan, known, window) for window in self._windows]
         return found if min(each) >= LEAST_GAIN else None
-
-    def _saved(self, other: Plan, known: Known, seconds: Seconds) -> float:
-        return share_saved(other, self.plan, known, seconds)
 
     def propose(self, change: Replanned) -> None:
         """Note that the run is to change to another plan."""

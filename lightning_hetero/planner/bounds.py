@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from .step_model import Hop, Pipeline, Speed, busy_seconds_of_media
+from .step_model import Pipeline, Speed, busy_seconds_of_media
 
 _INSTANT = 1e-12
 
@@ -62,18 +62,18 @@ def least_seconds(pipeline: Pipeline) -> float:
     # From the loss back to the first stage: the seconds after a point, and each process's work in
     # them.
     num, behind = len(stages), pipeline.loss_seconds
-    whole = sum(own) + behind + sum(hop.busy_seconds + hop.latency_seconds for hop in hops)
+    whole = sum(own) + behind + sum(hop.seconds for hop in hops)
     left = [0.0] * pipeline.num_processes
     left[0] = behind
     bounds.append(whole + (count - 1) * behind)
     # Each batch waits for the losses of the batch before it.
     ahead = sum(times.forward_seconds for times in stages)
-    ahead += sum(hop.busy_seconds + hop.latency_seconds for hop in pipeline.forward_hops)
+    ahead += sum(hop.seconds for hop in pipeline.forward_hops)
     ahead += pipeline.least_seconds_of_losses
     bounds.append(whole + (pipeline.num_batches - 1) * ahead)
     for index in reversed(range(num)):
         there, back = pipeline.forward_hops[index], pipeline.backward_hops[(index + 1) % num]
-        behind += sum(hop.busy_seconds + hop.latency_seconds for hop in (there, back)) + own[index]
+        behind += sum(hop.seconds for hop in (there, back)) + own[index]
         process = processes[index]
         left[process] += own[index]
         bounds.append(whole - behind + count * left[process])
@@ -94,7 +94,7 @@ def least_seconds_of_processes(pipeline: Pipeline) -> list[float]:
     for process, busy in enumerate(pipeline.sums(own)):
         first = pipeline.process_of.index(process)
         hops = pipeline.backward_hops[1 : first + 1]
-        after = sum(hop.busy_seconds + hop.latency_seconds for hop in hops)
+        after = sum(hop.seconds for hop in hops)
         after += sum(times.backward_seconds for times in stages[:first])
         found.append(count * busy + after + last)
     return found
@@ -132,8 +132,8 @@ class _Ways:
             ahead += times.forward_seconds
             behind += times.backward_seconds
             if process != pipeline.process_of[after]:
-                ahead += _seconds_through(there[entry, after])
-                behind += _seconds_through(back[after, entry])
+                ahead += there[entry, after].seconds
+                behind += back[after, entry].seconds
         if len(way) < pipeline.num_stages:
             ahead += pipeline.own_times.forward_seconds
             behind += pipeline.own_times.backward_seconds
@@ -162,7 +162,3 @@ class _Ways:
         for busy, first, last in zip(self._busy, self._first, self._last, strict=True):
             bounds += [first + busy + last] if math.isfinite(first) else []
         return max(bounds) + self._behind
-
-
-def _seconds_through(hop: Hop) -> float:
-    return hop.busy_seconds + hop.latency_seconds

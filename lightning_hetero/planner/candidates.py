@@ -35,12 +35,14 @@ from ..plan import (
 )
 from .bounds import least_seconds
 from .costs import (
+    BOTH_HERE,
     END,
     START,
     BothEnds,
     Cost,
     End,
     Holder,
+    Left,
     Need,
     Option,
     cost_at,
@@ -92,9 +94,9 @@ class Costs:
         self.kinds = {device.name: _kind_of(device) for device in profile.devices}
         self._links = {(link.source, link.target): link for link in profile.links}
         self._holders: dict[tuple[bytes, int, tuple[str, ...]], Holder] = {}
-        self._both_ends: dict[tuple[int, bool, bool], BothEnds] = {}
+        self._both_ends: dict[tuple[int, Left], BothEnds] = {}
         self._hops: dict[tuple[str, str, float], Hop] = {}
-        self._hops_of: dict[tuple[tuple[str, ...], int, bool, bool], Hops] = {}
+        self._hops_of: dict[tuple[tuple[str, ...], int, Left], Hops] = {}
 
     def size(self, micro_batches: int) -> int:
         """Samples in the largest micro-batch, if the window has this many."""
@@ -119,17 +121,11 @@ class Costs:
             self._holders[key] = Holder(device, self.profile.model, size, made, waits, kept)
         return self._holders[key]
 
-    def both_ends(self, size: int, embedding_left: bool, head_left: bool = False) -> BothEnds:
-        """The coordinator at a micro-batch size.
-
-        Args:
-            size: Samples in a micro-batch.
-            embedding_left: Whether a worker has the embedding.
-            head_left: Whether a worker has the head.
-        """
-        key = (size, embedding_left, head_left)
+    def both_ends(self, size: int, left: Left = BOTH_HERE) -> BothEnds:
+        """The coordinator at a micro-batch size, without these ends of the model."""
+        key = (size, left)
         if key not in self._both_ends:
-            ends = ends_here(embedding_left, head_left)
+            ends = ends_here(left)
             front, behind = (self.holder(COORDINATOR, size, each) for each in ends)
             self._both_ends[key] = BothEnds(front, behind)
         return self._both_ends[key]
@@ -189,14 +185,12 @@ class Costs:
         assumed = Link(source, target, speed.latency_seconds, speed.bytes_per_second)
         return self._links.get((source, target), assumed)
 
-    def hops(
-        self, names: Sequence[str], size: int, embedding_left: bool, head_left: bool = False
-    ) -> Hops:
+    def hops(self, names: Sequence[str], size: int, left: Left) -> Hops:
         """The forward and the backward hop from each stage, the coordinator's stage first, without
         rounding."""
-        key = (tuple(names), size, embedding_left, head_left)
+        key = (tuple(names), size, left)
         if key not in self._hops_of:
-            self._hops_of[key] = boundary_hops(self, names, size, embedding_left, (), head_left)
+            self._hops_of[key] = boundary_hops(self, names, size, left)
         return self._hops_of[key]
 
     def hop(self, source: str, target: str, num_bytes: float) -> Hop:
@@ -209,22 +203,23 @@ class Costs:
         return self._hops[key]
 
 
-def lefts_of_any(costs: Costs, workers: Sequence[str]) -> list[tuple[bool, bool]]:
+def lefts_of_any(costs: Costs, workers: Sequence[str]) -> list[Left]:
     """Whether the embedding and the head may be on some of these workers: the possible pairs, the
     last one with most ends on workers."""
     may_leave = costs.profile.model.embedding_may_leave and bool(workers)
     return pairs_of(may_leave, any(costs.may_hold_head([name]) for name in workers))
 
 
-def pairs_of(embedding_may_leave: bool, head_may_leave: bool) -> list[tuple[bool, bool]]:
+def pairs_of(embedding_may_leave: bool, head_may_leave: bool) -> list[Left]:
     """Whether embedding and head have left the coordinator: the possible pairs, the last one with
     most ends on workers."""
-    return [*product((False, True)[: 1 + embedding_may_leave], (False, True)[: 1 + head_may_leave])]
+    ways = product((False, True)[: 1 + embedding_may_leave], (False, True)[: 1 + head_may_leave])
+    return [Left(*each) for each in ways]
 
 
-def ends_here(embedding_left: bool, head_left: bool) -> tuple[tuple[str, ...], tuple[str, ...]]:
+def ends_here(left: Left) -> tuple[tuple[str, ...], tuple[str, ...]]:
     """The ends of the coordinator's first and last seat."""
-    return (START if embedding_left else EMBEDDING,), (END if head_left else HEAD,)
+    return (START if left.embedding else EMBEDDING,), (END if left.head else HEAD,)
 
 
 def _kind_of(device: DeviceProfile) -> bytes:
@@ -309,14 +304,9 @@ class Candidate:
         return (COORDINATOR, *self.workers)
 
     @property
-    def embedding_left(self) -> bool:
-        """Whether a worker has the embedding."""
-        return START in self.seats[0].ends
-
-    @property
-    def head_left(self) -> bool:
-        """Whether a worker has the head."""
-        return END in self.seats[-1].ends
+    def left(self) -> Left:
+        """The ends of the model on workers."""
+        return Left(START in self.seats[0].ends, END in self.seats[-1].ends)
 
     @property
     def ranges(self) -> list[Range]:
@@ -361,7 +351,7 @@ class Candidate:
         own, behind = self.seats[0], self.seats[-1]
         loss_seconds = self.holder(behind).end_seconds(HEAD) + sum(behind.layer_seconds)
         loss_seconds += self._own_software
-        head = None if self.head_left else self.holder(behind).ends[HEAD].cost
+        head = None if self.left.head else self.holder(behind).ends[HEAD].cost
         return Pipeline(
             [self._times(seat) for seat in self.seats[:-1]],
             loss_seconds,
@@ -380,15 +370,14 @@ class Candidate:
     @property
     def max_started(self) -> int:
         """The bound of the plan for micro-batches started on the coordinator."""
-        return most_started(self.in_flight, sends_token_ids=self.embedding_left)
+        return most_started(self.in_flight, sends_token_ids=self.left.embedding)
 
     def _hops(self, names: Sequence[str]) -> Hops:
         if self.has_replicas:
             return (), ()
         if self.narrowings:
-            left, narrowings = self.embedding_left, self.narrowings
-            return boundary_hops(self.costs, names, self.size, left, narrowings, self.head_left)
-        return self.costs.hops(names, self.size, self.embedding_left, self.head_left)
+            return boundary_hops(self.costs, names, self.size, self.left, self.narrowings)
+        return self.costs.hops(names, self.size, self.left)
 
     def _replicas(self) -> Replicas:
         """The stage and the share of each seat but the last, and the hops between their devices."""
@@ -401,8 +390,7 @@ class Candidate:
         self, numbers: Sequence[int]
     ) -> tuple[dict[tuple[int, int], Hop], dict[tuple[int, int], Hop]]:
         model, last = self.costs.profile.model, numbers[-1]
-        left = self.embedding_left, self.narrowings, self.head_left
-        crossing = crossing_bytes(model, last + 1, self.size, *left)
+        crossing = crossing_bytes(model, last + 1, self.size, self.left, self.narrowings)
         there: dict[tuple[int, int], Hop] = {}
         back: dict[tuple[int, int], Hop] = {}
         names = [seat.name for seat in self.seats]
@@ -443,9 +431,8 @@ class Candidate:
             self.costs.profile.model,
             pipeline.num_stages,
             self.costs.num_samples,
-            self.embedding_left,
+            self.left,
             self.narrowings,
-            self.head_left,
         )
         found = 0.0
         for way, count in pipeline.ways.items():
@@ -458,11 +445,6 @@ class Candidate:
             for one_name, other_name, num_bytes in team.transfers():
                 found += num_bytes * ({one_name, other_name} == {source, target})
         return found
-
-    @property
-    def gradient_bytes_of_teams(self) -> list[float]:
-        """The bytes of the gradients of each stage with replicas."""
-        return [self.gradient_bytes(team[0]) for team in self.teams if len(team) > 1]
 
     def gradient_bytes(self, seat: Seat) -> float:
         """The bytes of the gradients of a seat's parameters."""
@@ -489,7 +471,7 @@ class Candidate:
     def _own_software(self) -> float:
         """The seconds of the coordinator's software in each of its three actions of a micro-batch:
         start, loss and last backward; 0 without workers."""
-        ends = self.costs.both_ends(self.size, self.embedding_left)
+        ends = self.costs.both_ends(self.size, Left(self.left.embedding))
         return ends.software_seconds / 3 if self.workers else 0.0
 
     @property
@@ -542,6 +524,17 @@ class Candidate:
         """The step in the safe mode; None in the usual mode, and if both take equally long."""
         return safe_step_seconds(self.pipeline) if self.costs.is_safe_mode else None
 
+    @property
+    def num_tokens(self) -> int:
+        """The tokens of an optimizer step."""
+        return self.costs.num_samples * self.costs.profile.model.tokens_per_sample
+
+    @property
+    def tokens_per_second(self) -> float:
+        """The speed; infinite if the step takes 0 seconds."""
+        seconds = self.step_seconds
+        return self.num_tokens / seconds if seconds > 0 else math.inf
+
     def is_below(self, seconds: float) -> bool:
         """Whether the predicted step is shorter; a simulation stops early once it cannot be."""
         known = vars(self)
@@ -559,8 +552,7 @@ class Candidate:
     @property
     def identity(self) -> Hashable:
         """Equal for candidates of one search with the same plan."""
-        left = self.embedding_left, self.head_left
-        same = self.workers, tuple(self.ranges), self.micro_batches, self.in_flight, left
+        same = self.workers, tuple(self.ranges), self.micro_batches, self.in_flight, self.left
         if not self.has_replicas:
             return same
         return (*same, *((seat.name, seat.part) for seat in self.seats))
@@ -647,13 +639,11 @@ def boundary_hops(
     costs: Costs,
     names: Sequence[str],
     size: int,
-    embedding_left: bool = False,
+    left: Left = BOTH_HERE,
     narrowings: Sequence[Narrowing] = (),
-    head_left: bool = False,
 ) -> Hops:
     """The forward and the backward hop from each stage, the coordinator's stage first."""
-    ends = embedding_left, narrowings, head_left
-    crossing = crossing_bytes(costs.profile.model, len(names), size, *ends)
+    crossing = crossing_bytes(costs.profile.model, len(names), size, left, narrowings)
     there, back = ([each[way] for each in crossing] for way in (0, 1))
     behind, before = [*names[1:], names[0]], [names[-1], *names[:-1]]
     return (

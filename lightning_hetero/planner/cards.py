@@ -257,11 +257,7 @@ def _scaled(timing: Timing, like: Card, card: Card, lean: float) -> Timing | Non
         return None
     least, most = sorted(_both(like, card, timing.dtype))
     factor = least ** (1 - lean) * most**lean
-    return replace(
-        timing,
-        forward_seconds=timing.forward_seconds * factor,
-        backward_seconds=timing.backward_seconds * factor,
-    )
+    return timing.slowed(factor)
 
 
 def _free_name(card: Card, names: list[str]) -> str:

@@ -83,7 +83,7 @@ def with_counts(
     front, *of_teams, behind = counts
     if min(of_teams, default=1) < 1 or not of_teams and behind:
         return
-    if way.embedding_left and front or way.head_left and behind:
+    if way.left.embedding and front or way.left.head and behind:
         return
     ranges, in_flight = spans_of(counts), min(most_in_flight, way.micro_batches)
     if way.least_seconds(ranges, in_flight) < below:

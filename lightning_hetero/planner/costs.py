@@ -34,6 +34,16 @@ END = "end"
 """The coordinator's part after the last layer, without the head: the loss of a worker goes through
 the user's code, in no time."""
 
+
+class Left(NamedTuple):
+    """Which ends of the model have left the coordinator for a worker."""
+
+    embedding: bool = False
+    head: bool = False
+
+
+BOTH_HERE = Left()
+
 _RECOMPUTES: tuple[Recompute, ...] = (False, True, "layers")
 
 Numbers = float | npt.NDArray[np.float64]
@@ -658,9 +668,8 @@ def crossing_bytes(
     model: ModelProfile,
     num_stages: int,
     num_samples: int,
-    embedding_left: bool,
+    left: Left,
     narrowings: Sequence[Narrowing],
-    head_left: bool = False,
 ) -> list[tuple[float, float]]:
     """The bytes over each boundary forward and backward, beginning after the coordinator."""
     activation_bytes = model.activation_bytes_per_sample * num_samples
@@ -672,9 +681,9 @@ def crossing_bytes(
         )
         for each in narrowings or [Narrowing()] * num_stages
     ]
-    if embedding_left:
+    if left.embedding:
         crossing[0] = model.token_id_bytes_per_sample * num_samples, 0.0
-    if head_left:
+    if left.head:
         # Labels leave the coordinator by a way of their own, and take its time to send.
         there, back = crossing[0]
         crossing[0] = there + model.token_id_bytes_per_sample * num_samples, back

@@ -108,19 +108,15 @@ class Watcher:
     Args:
         expected: Planned seconds of each stage for a micro-batch; None takes the seconds of the
             first steady steps.
-        threshold: Share by which the slowest stage must change.
 
     Attributes:
         num_steps: Number of steps noted.
     """
 
-    def __init__(
-        self, expected: Mapping[str, float] | None = None, threshold: float = THRESHOLD
-    ) -> None:
+    def __init__(self, expected: Mapping[str, float] | None = None) -> None:
         self._expected = expected
         self._was_promised = expected is not None
         self._is_measured = self._was_promised
-        self._threshold = threshold
         self._recent: deque[Mapping[str, StageSeconds]] = deque(maxlen=WINDOW)
         self._num_off = 0
         # The length in steps of the longest drift that has ended by itself.
@@ -143,7 +139,7 @@ class Watcher:
         now = {name: stage.total for name, stage in self.present().items()}
         if self._expected is None:
             self._expected = now
-        is_off = abs(_drift(now, self._expected)) > self._threshold
+        is_off = abs(_drift(now, self._expected)) > THRESHOLD
         if not is_off:
             self._longest_off = max(self._longest_off, self._num_off)
         self._num_off = self._num_off + 1 if is_off else 0

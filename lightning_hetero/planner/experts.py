@@ -66,7 +66,7 @@ def _candidate(
     """The candidate with attention on the first worker and experts on the second, each with its
     fastest possible option; None if one of the processes has too little memory."""
     size, num_layers = costs.size(pieces), costs.num_layers
-    own = costs.both_ends(size, embedding_left=False)
+    own = costs.both_ends(size)
     before, behind = own.options_for(0, num_layers, in_flight)
     if own.matrix(in_flight)[0, num_layers] == math.inf:
         return None

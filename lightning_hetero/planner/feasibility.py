@@ -13,7 +13,7 @@ from ..errors import PlanError
 from ..plan import COORDINATOR, Plan, Recompute, StagePlan, Weights
 from ..units import in_bytes, in_layers
 from .candidates import Candidate, Costs, Seat, as_replicas, ends_here, lefts_of_any
-from .costs import BothEnds, Holder
+from .costs import BothEnds, Holder, Left
 from .profile import EMBEDDING, ENDS, HEAD, Profile
 from .replicas import shares_of
 
@@ -61,10 +61,9 @@ def candidate_with(plan: Plan, costs: Costs) -> Candidate:
     plan.check(costs.num_layers, costs.profile.workers)
     check_micro_batches(plan.micro_batches, costs.batch_size)
     plan = as_measured(plan, costs.profile)
-    stages = _with_ends(plan, costs.num_layers)
     seats: list[Seat] = []
     micro_batches = plan.micro_batches * costs.num_batches
-    for stage, ends in stages:
+    for stage, ends in _with_ends(plan):
         seats += _seats(costs, micro_batches, stage, ends)
     in_flight = min(plan.max_in_flight, micro_batches)
     found = Candidate(costs, seats, micro_batches, in_flight, plan.narrowings)
@@ -75,10 +74,10 @@ def with_head_away(candidate: Candidate) -> Candidate | None:
     """The candidate with the head on the last worker; None where it cannot be there or does not
     fit."""
     model, (*_, last) = candidate.costs.profile.model, candidate.seats
-    if last.num_layers or not candidate.teams or candidate.head_left:
+    if last.num_layers or not candidate.teams or candidate.left.head:
         return None
     team = candidate.teams[-1]
-    is_whole = len(candidate.teams) == 1 and candidate.embedding_left
+    is_whole = len(candidate.teams) == 1 and candidate.left.embedding
     # A norm of its own remains in the part of a tied head.
     is_tied = model.part(HEAD).parameter_bytes == 0 or model.tied_gradient_bytes > 0
     is_other = any(s.name == COORDINATOR or s.option.dtype != model.dtype for s in team)
@@ -99,7 +98,7 @@ def with_parts(candidate: Candidate, stages: Sequence[StagePlan]) -> Candidate:
     own_seconds = sum(
         float(candidate.holder(seat).seconds(seat.option, *seat.layers)) for seat in (first, last)
     )
-    head = None if candidate.head_left else candidate.holder(last).ends[HEAD].cost
+    head = None if candidate.left.head else candidate.holder(last).ends[HEAD].cost
     seats = [first]
     for number, (stage, team) in enumerate(zip(stages, candidate.teams, strict=True), start=1):
         if len(team) < 2:
@@ -142,19 +141,26 @@ def _seats(
         yield Seat(name, stage.layers, option, ends)
 
 
-def _with_ends(plan: Plan, num_layers: int) -> list[tuple[StagePlan, tuple[str, ...]]]:
+def _with_ends(plan: Plan) -> Iterator[tuple[StagePlan, tuple[str, ...]]]:
     """The stages with their ends of the model, and with the coordinator's seats at both ends, also
     without layers."""
     workers = plan.remote_stages
-    local = [stage for stage in plan.stages if stage.is_local and stage.layer_indices]
-    front = next((stage for stage in local if stage.layers[0] == 0), None)
-    behind = next((stage for stage in local if stage is not front), None)
-    first, last = ends_here(*(any(getattr(s, e) for s in workers) for e in ("embedding", "head")))
-    return [
-        (front or StagePlan([COORDINATOR], (0, 0)), first),
-        *((stage, (EMBEDDING,) * stage.embedding + (HEAD,) * stage.head) for stage in workers),
-        (behind or StagePlan([COORDINATOR], (num_layers, num_layers)), last),
-    ]
+    first, last = ends_here(Left(any(s.embedding for s in workers), any(s.head for s in workers)))
+    there = ((EMBEDDING,) * stage.embedding + (HEAD,) * stage.head for stage in workers)
+    return zip(with_both_ends(plan), [first, *there, last], strict=True)
+
+
+def with_both_ends(plan: Plan) -> list[StagePlan]:
+    """The stages with the coordinator's at both ends, also without layers."""
+    num_layers = max((stage.layers[1] for stage in plan.stages), default=0)
+    own = next((stage for stage in plan.stages if stage.is_local), StagePlan([COORDINATOR], (0, 0)))
+    front, behind = (replace(own, layers=(n, n)) for n in (0, num_layers))
+    stages = list(plan.stages)
+    if not stages or not stages[0].is_local:
+        stages.insert(0, front)
+    if len(stages) < 2 or not stages[-1].is_local:
+        stages.append(behind)
+    return stages
 
 
 def check_micro_batches(count: int, batch_size: int) -> None:
@@ -313,14 +319,14 @@ def _ends_that_do_not_fit(costs: Costs, size: int) -> list[str]:
 
 def _lightest(costs: Costs, size: int) -> BothEnds:
     """The coordinator with the fewest ends of the model."""
-    return costs.both_ends(size, *lefts_of_any(costs, costs.profile.workers)[-1])
+    return costs.both_ends(size, lefts_of_any(costs, costs.profile.workers)[-1])
 
 
 def _pins_that_do_not_fit(costs: Costs, size: int) -> list[str]:
     reasons = []
     for name, (start, end) in costs.pins.items():
         if name == COORDINATOR:
-            own = costs.both_ends(size, embedding_left=False)
+            own = costs.both_ends(size)
             left = (end, costs.num_layers) if start == 0 else (0, start)
             seconds, short = own.matrix(1)[left], _short_bytes_of_ends(own, *left)
             most_layers = own.speed.most_layers
@@ -343,7 +349,7 @@ def _too_many_layers(costs: Costs, size: int) -> list[str]:
     layers = costs.num_layers
     most = {name: int(costs.holder(name, size).speed.most_layers) for name in costs.profile.workers}
     ways = lefts_of_any(costs, costs.profile.workers)
-    own = max(costs.both_ends(size, *left).speed.most_layers for left in ways)
+    own = max(costs.both_ends(size, left).speed.most_layers for left in ways)
     most = {COORDINATOR: int(own), **most}
     each = ", ".join(f"`{name}` {count}" for name, count in most.items())
     if sum(most.values()) >= layers:

@@ -21,7 +21,7 @@ from ..errors import PlanError
 from ..plan import COORDINATOR, Plan, StagePlan
 from .candidates import Candidate
 from .drift import StageSeconds
-from .feasibility import candidate_of, shortages
+from .feasibility import candidate_of, shortages, with_both_ends
 from .profile import Profile
 from .replan import (
     PlanChange,
@@ -30,7 +30,6 @@ from .replan import (
     expected_seconds,
     held_bytes,
     scaled,
-    with_both_ends,
     with_ranges,
 )
 

@@ -173,6 +173,11 @@ class Timing(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defau
     recompute: bool = False
     spread: Share = 0.0
 
+    def slowed(self, factor: float) -> Timing:
+        """The timing of work that takes this many times as long."""
+        forward, backward = self.forward_seconds * factor, self.backward_seconds * factor
+        return msgspec.structs.replace(self, forward_seconds=forward, backward_seconds=backward)
+
 
 class WeightReading(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """How a process reads frozen weights layer by layer, from one of the places of a plan's

@@ -18,7 +18,7 @@ from ..units import in_samples
 from .candidates import Candidate, Costs
 from .costs import layer_seconds
 from .feasibility import candidate_of, shortages
-from .profile import ENDS, DeviceProfile, Profile, Timing
+from .profile import ENDS, DeviceProfile, Profile
 from .search import LEAST_GAIN, Search
 
 BATCHES_TRIED = 8
@@ -77,7 +77,7 @@ def at_once(candidate: Candidate, search: Search, gains: bool) -> AtOnce | None:
         found = _best_at_once(candidate, search, count)
         if found is None or not found.workers:
             continue
-        times = _samples_per_second(found) / _samples_per_second(candidate)
+        times = found.tokens_per_second / candidate.tokens_per_second
         if times >= 1 / (1 - LEAST_GAIN):
             return AtOnce(found, count, present, times)
     return None
@@ -93,11 +93,6 @@ def _best_at_once(candidate: Candidate, search: Search, count: int) -> Candidate
     pieces = plan.micro_batches * count
     same = candidate_of(dataclasses.replace(plan, micro_batches=pieces), other.costs.profile)
     return None if shortages(same) else same
-
-
-def _samples_per_second(candidate: Candidate) -> float:
-    seconds = candidate.step_seconds
-    return candidate.costs.num_samples / seconds if seconds > 0 else math.inf
 
 
 def fastest_with_script(search: Search) -> tuple[str, Candidate] | None:
@@ -130,20 +125,11 @@ def _with_ends(profile: Profile, device: DeviceProfile) -> DeviceProfile | None:
         return None
     factor = its / mine
     known = {timing.part for timing in device.timings}
-    ends = [t for t in own.timings if t.part in ENDS and t.part not in known]
-    ends = [_scaled(timing, factor) for timing in ends]
+    ends = [t.slowed(factor) for t in own.timings if t.part in ENDS and t.part not in known]
     steps = {end: own.optimizer_seconds.get(end, 0.0) * factor for end in ENDS}
     return replace(
         device,
         name=COORDINATOR,
         timings=[*device.timings, *ends],
         optimizer_seconds=steps | device.optimizer_seconds,
-    )
-
-
-def _scaled(timing: Timing, factor: float) -> Timing:
-    return replace(
-        timing,
-        forward_seconds=timing.forward_seconds * factor,
-        backward_seconds=timing.backward_seconds * factor,
     )

@@ -18,7 +18,7 @@ from msgspec.structs import replace
 
 from ..errors import PlanError
 from ..pipeline.placement import turns
-from ..plan import COORDINATOR, Dtype, Plan, StagePlan
+from ..plan import COORDINATOR, Dtype, Plan
 from .candidates import Candidate, spans_of
 from .changes import (
     MOST_NEAR_PLAYED,
@@ -30,7 +30,7 @@ from .changes import (
 )
 from .costs import KEPT_FREE
 from .drift import StageSeconds
-from .feasibility import candidate_of, shortages
+from .feasibility import candidate_of, shortages, with_both_ends
 from .layer_split import best_splits, nowhere_but, only
 from .profile import (
     EMBEDDING,
@@ -153,17 +153,14 @@ class Known:
     num_batches: int = 1
     costs: MoveCosts | None = None
 
-    @property
-    def is_measured(self) -> bool:
-        """Whether the profile was measured before the run, with its links."""
-        return self.profile is not None and self.profile.model.fingerprint != _SEEN
-
     def at_present(self, plan: Plan, seconds: Mapping[str, StageSeconds]) -> Present:
         """The present times of the plan's devices."""
         expected = None if self.profile is None else expected_seconds(plan, self.profile)
         if self.profile is not None and expected is not None:
             profile = scaled(self.profile, expected, seconds)
-            return Present(profile, COORDINATOR not in seconds, not self.is_measured)
+            # Times without measurements do not tell its last layers from the head.
+            is_seen = profile.model.fingerprint == _SEEN
+            return Present(profile, COORDINATOR not in seconds, keeps_last=is_seen)
         return Present.by_seconds(plan, self, seconds)
 
 
@@ -267,7 +264,7 @@ def _splits(before: Candidate, keeps_own: bool, keeps_last: bool) -> Iterator[Ca
         return
     num_layers, in_flight = before.costs.num_layers, before.in_flight
     own, *workers, behind = before.seats
-    ends = before.costs.both_ends(before.size, before.embedding_left, before.head_left)
+    ends = before.costs.both_ends(before.size, before.left)
     seconds = ends.matrix_of((own.option, behind.option), in_flight)
     if keeps_own:
         seconds = only(seconds, (own.layers[1], behind.layers[0]))
@@ -287,8 +284,8 @@ def _splits(before: Candidate, keeps_own: bool, keeps_last: bool) -> Iterator[Ca
 def _with_moved_layers(before: Candidate, keeps_own: bool, keeps_last: bool) -> Iterator[Candidate]:
     """Candidates with some layers less in one stage and more in another."""
     last = len(before.ranges_of_teams) - 1
-    first = 1 if keeps_own else int(before.embedding_left)
-    places = range(first, last + (not keeps_own and not keeps_last and not before.head_left))
+    first = 1 if keeps_own else int(before.left.embedding)
+    places = range(first, last + (not keeps_own and not keeps_last and not before.left.head))
     counts = [end - start for start, end in before.ranges_of_teams]
     for moved in moved_layers(counts, places, places):
         if min(moved[1:-1], default=1) > 0:
@@ -400,19 +397,6 @@ def _layers_run(plan: Plan, num_microbatches: int) -> Counter[str]:
     return found
 
 
-def with_both_ends(plan: Plan) -> list[StagePlan]:
-    """The stages with the coordinator's at both ends, also without layers."""
-    num_layers = max((stage.layers[1] for stage in plan.stages), default=0)
-    own = next((stage for stage in plan.stages if stage.is_local), StagePlan([COORDINATOR], (0, 0)))
-    front, behind = (dataclasses.replace(own, layers=(n, n)) for n in (0, num_layers))
-    stages = list(plan.stages)
-    if not stages or not stages[0].is_local:
-        stages.insert(0, front)
-    if len(stages) < 2 or not stages[-1].is_local:
-        stages.append(behind)
-    return stages
-
-
 def scaled(
     profile: Profile,
     expected: Mapping[str, float],
@@ -435,14 +419,7 @@ def scaled(
 
 
 def _slowed(device: DeviceProfile, factor: float) -> DeviceProfile:
-    timings = [
-        replace(
-            timing,
-            forward_seconds=timing.forward_seconds * factor,
-            backward_seconds=timing.backward_seconds * factor,
-        )
-        for timing in device.timings
-    ]
+    timings = [timing.slowed(factor) for timing in device.timings]
     steps = {part: seconds * factor for part, seconds in device.optimizer_seconds.items()}
     return replace(device, timings=timings, optimizer_seconds=steps)
 

@@ -23,7 +23,7 @@ import numpy.typing as npt
 
 from ..plan import COORDINATOR, Dtype, Recompute, ReplicaOptimizer, most_started
 from .candidates import Costs, Range
-from .costs import BothEnds, Holder, Index, Need, Numbers, fastest_of
+from .costs import BothEnds, Holder, Index, Left, Need, Numbers, fastest_of
 from .layer_split import Matrix, only
 from .profile import EMBEDDING, HEAD
 from .replicas import (
@@ -84,8 +84,7 @@ class TeamRequest(NamedTuple):
         names: The processes.
         micro_batches: Pieces of the batch.
         in_flight: The most micro-batches in flight.
-        embedding_left: Whether a worker has the embedding.
-        head_left: Whether a worker has the head.
+        left: The ends of the model on workers.
         ends: The ends of the model on the replicas of this team.
         is_last: Whether the head comes after the layers of the team.
         is_only: Whether this is the only team.
@@ -95,8 +94,7 @@ class TeamRequest(NamedTuple):
     names: tuple[str, ...]
     micro_batches: int
     in_flight: int
-    embedding_left: bool
-    head_left: bool
+    left: Left
     ends: tuple[str, ...]
     is_last: bool = False
     is_only: bool = False
@@ -107,16 +105,11 @@ class TeamRequest(NamedTuple):
         """Whether the coordinator is one of the replicas."""
         return COORDINATOR in self.names
 
-    @property
-    def left(self) -> tuple[bool, bool]:
-        """Whether embedding and head are on workers."""
-        return self.embedding_left, self.head_left
 
-
-def ends_of_team(index: int, last: int, embedding_left: bool, head_left: bool) -> tuple[str, ...]:
+def ends_of_team(index: int, last: int, left: Left) -> tuple[str, ...]:
     """The ends of the model on a team of workers; ``last`` is the index of the last team."""
-    has_both = embedding_left and index == 0, head_left and index == last
-    return (EMBEDDING,) * has_both[0] + (HEAD,) * has_both[1]
+    is_first, is_last = left.embedding and index == 0, left.head and index == last
+    return (EMBEDDING,) * is_first + (HEAD,) * is_last
 
 
 class Tables:
@@ -187,7 +180,7 @@ class Tables:
 
     def own(self, request: TeamRequest) -> BothEnds:
         """The coordinator."""
-        return self.costs.both_ends(self.costs.size(request.micro_batches), *request.left)
+        return self.costs.both_ends(self.costs.size(request.micro_batches), request.left)
 
     def fixed_seconds(self, request: TeamRequest) -> list[float]:
         """The seconds of each replica in a step besides its micro-batches of the stage."""
@@ -204,7 +197,7 @@ class Tables:
             return [0.0] * len(request.names)
         found, size = [], self.costs.size(request.micro_batches)
         for name in request.names:
-            there, back = self.costs.hops([COORDINATOR, name], size, *request.left)
+            there, back = self.costs.hops([COORDINATOR, name], size, request.left)
             media = busy_seconds_of_media([*there, *back])
             found.append(0.0 if name == COORDINATOR else max(media.values()))
         return found
@@ -258,7 +251,7 @@ class Tables:
         if request.is_hosted and request.names[index] != COORDINATOR:
             # As in `as_replicas`.
             total = total - counts[request.names.index(COORDINATOR)]
-        started = most_started(request.in_flight, request.embedding_left)
+        started = most_started(request.in_flight, request.left.embedding)
         most: Numbers = most_in_flight(counts[index], total, started, request.in_flight)
         return most
 

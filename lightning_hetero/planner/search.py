@@ -36,7 +36,7 @@ from msgspec import structs
 from ..plan import COORDINATOR
 from .arrangements import Arrangement, Teams, fronts_of, lefts_of, place, place_at, place_in
 from .bounds import least_bottleneck
-from .candidates import Candidate, Costs, Range, lefts_of_any, spans_of
+from .candidates import Candidate, Costs, lefts_of_any, spans_of
 from .changes import (
     LEAST_GAIN_OF_CHANGE,
     MOST_NEAR_PLAYED,
@@ -50,6 +50,7 @@ from .changes import (
     with_other_turns,
     with_whole_optimizer,
 )
+from .costs import BOTH_HERE, Left
 from .experts import best_apart
 from .replica_teams import Tables
 from .step_model import Speed
@@ -221,7 +222,9 @@ class Search:
         num = self.costs.num_layers
         ranges = spans_of([0, num, 0] if workers else [num, 0])
         placed = []
-        for pieces, left in product(self.counts_alone, self._lefts([workers] if workers else [])):
+        for pieces, left in product(
+            self.counts_alone, lefts_of(self.costs, [workers] if workers else [])
+        ):
             way = Arrangement.line(self._tables, workers, pieces, left)
             placed += [
                 way.with_ranges(ranges, min(in_flight, pieces))
@@ -229,11 +232,6 @@ class Search:
                 if math.isfinite(way.least_seconds(ranges, in_flight))
             ]
         return self._best_played(placed, math.inf, MOST_PLAYED)
-
-    def _lefts(self, teams: Sequence[Sequence[str]]) -> list[tuple[bool, bool]]:
-        """Whether the first of these teams may have the embedding, and the last one the head: the
-        values to try."""
-        return lefts_of(self.costs, teams)
 
     def one_of_each(self, workers: Sequence[str] | None = None) -> list[str]:
         """One of each class of interchangeable workers, among these or all workers."""
@@ -271,7 +269,7 @@ class Search:
         for name, pieces in product(self.one_of_each(), self.micro_batches):
             lines.append((Arrangement.line(self._tables, [name], pieces), min(4, pieces)))
         for way, in_flight in lines:
-            staying, placed = way.with_left((False, False)), []
+            staying, placed = replace(way, left=BOTH_HERE), []
             for front in range(1, self.costs.num_layers if way.teams else 0):
                 if staying.own.front_seconds(front) * way.micro_batches >= below:
                     break
@@ -298,7 +296,9 @@ class Search:
         self, orders: Sequence[Sequence[str]], pieces: int
     ) -> Iterator[Sequence[Arrangement]]:
         """Orders of the same workers, with each possible place of embedding and head."""
-        lefts = {order: self._lefts([(name,) for name in order]) for order in map(tuple, orders)}
+        lefts = {
+            order: lefts_of(self.costs, [(name,) for name in order]) for order in map(tuple, orders)
+        }
         for left in dict.fromkeys(left for some in lefts.values() for left in some):
             able = [order for order, some in lefts.items() if left in some]
             yield [Arrangement.line(self._tables, order, pieces, left) for order in able]
@@ -326,7 +326,7 @@ class Search:
             return
         self._starts = sorted([*others, candidate], key=step_of)[:NUM_STARTS]
 
-    def _place_likely(self, choices: Sequence[Choice]) -> list[Candidate]:
+    def _place_likely(self, choices: Iterable[Choice]) -> list[Candidate]:
         """Split the choices with the shortest estimated steps, until enough of them fit."""
         possible = [choice for choice in choices if math.isfinite(choice.likely_seconds)]
         placed: list[Candidate] = []
@@ -341,15 +341,11 @@ class Search:
                 break
         return placed
 
-    def _choices(self, subsets: Sequence[tuple[str, ...]]) -> list[Choice]:
-        return [
-            self._choice(workers, pieces) for workers in subsets for pieces in self.micro_batches
-        ]
-
-    def _choice(self, workers: tuple[str, ...], pieces: int) -> Choice:
-        speeds = speeds_of(self.costs, workers, pieces)
-        slowest = least_bottleneck(speeds, len(self.costs.profile.model.layers))
-        return Choice(pieces * slowest, (pieces + len(workers)) * slowest, pieces, workers)
+    def _choices(self, subsets: Sequence[tuple[str, ...]]) -> Iterator[Choice]:
+        for workers, pieces in product(subsets, self.micro_batches):
+            speeds = speeds_of(self.costs, workers, pieces)
+            slowest = least_bottleneck(speeds, self.costs.num_layers)
+            yield Choice(pieces * slowest, (pieces + len(workers)) * slowest, pieces, workers)
 
     def _subsets(self) -> Iterator[tuple[str, ...]]:
         """Subsets of the workers; each has all pinned workers."""
@@ -388,9 +384,9 @@ class Search:
         """The best plans of unlike teams to begin with, and the best line."""
         below = math.inf if line is None else line.step_seconds * MOST_WORSE
         ways = [
-            Arrangement(self._tables, teams, pieces, left[0], kept, left[1])
+            Arrangement(self._tables, teams, pieces, left, kept)
             for teams, pieces in product(self._first_teams(), self._first_counts(line))
-            for left in self._lefts(teams)
+            for left in lefts_of(self.costs, teams)
             for kept in self._kept_by(teams)
         ]
         placed = [candidate for way in ways for candidate in self._placed(way, below)]
@@ -452,7 +448,7 @@ class Search:
             self._tables, self.micro_batches, orders.by_speed, orders.ordered, may_replicate
         )
         # In its outlines the coordinator shares no stage with workers.
-        alone = [each for each in starts if COORDINATOR not in _names_of(each)]
+        alone = [c for c in starts if all(s.name != COORDINATOR for s in c.seats[1:-1])]
         found = [each for each in (*starts, walk.best(alone)) if each is not None]
         if may_replicate:
             replicated = [each for each in found if each.has_replicas]
@@ -484,7 +480,7 @@ class Search:
             yield from _with_other_in_flight(way, best)
         ways = [replace(way, micro_batches=n) for n in self.micro_batches]
         if way.hosted is None:
-            ways += [way.with_left(left) for left in self._lefts(way.teams)]
+            ways += [replace(way, left=left) for left in lefts_of(self.costs, way.teams)]
         else:
             ways += self._with_other_kept(way)
         for teams in self._changed(way.teams, effort):
@@ -525,11 +521,13 @@ class Search:
         alone, or keeps its present ones."""
         is_hosted = any(COORDINATOR in team for team in teams)
         changed = replace(way, teams=teams, kept=way.kept if is_hosted else (0, 0))
-        if way.left not in self._lefts(teams):
-            embedding_left = (way.embedding_left, False) in self._lefts(teams)
-            changed = changed.with_left((embedding_left, False))
+        if way.left not in lefts_of(self.costs, teams):
+            stays = Left(way.left.embedding)
+            changed = replace(
+                changed, left=stays if stays in lefts_of(self.costs, teams) else BOTH_HERE
+            )
         yield changed
-        if is_hosted and way.hosted is None and not changed.embedding_left:
+        if is_hosted and way.hosted is None and not changed.left.embedding:
             own = best.seats[0].num_layers, best.seats[-1].num_layers
             yield replace(changed, kept=own)
 
@@ -616,7 +614,8 @@ class Search:
         if best.has_replicas:
             trials += [replace(best, in_flight=n) for n in counts if n < best.in_flight]
         ranges = best.ranges_of_teams
-        trials += [way.with_ranges(ranges, n) for n in counts if _fits(way, ranges, n)]
+        fitting = [n for n in counts if math.isfinite(way.least_seconds(ranges, n))]
+        trials += [way.with_ranges(ranges, n) for n in fitting]
         if best.has_lone_seats:
             pairs = product(_fronts_near(best, way), counts)
             trials += [each for front, n in pairs for each in place_at(way, n, front)]
@@ -634,7 +633,7 @@ def speeds_of(costs: Costs, workers: Sequence[str], micro_batches: int) -> list[
     other ends cost 0 seconds."""
     size = costs.size(micro_batches)
     # Its layers are in front if the embedding stays, and at the end if the head stays.
-    every = [costs.both_ends(size, *left).speed for left in lefts_of_any(costs, workers)]
+    every = [costs.both_ends(size, left).speed for left in lefts_of_any(costs, workers)]
     most_layers = max(speed.most_layers for speed in every)
     own = replace(every[-1], most_layers=most_layers)
     return [own, *(costs.holder(name, size).speed for name in workers)]
@@ -644,17 +643,7 @@ def _kin_of(candidate: Candidate) -> Hashable:
     """Equal for candidates that differ only in their splits and their micro-batches in flight, with
     the coordinator's layers at the same ends."""
     own = [candidate.seats[end].num_layers > 0 for end in (0, -1)]
-    left = candidate.embedding_left, candidate.head_left
-    return candidate.workers, candidate.micro_batches, left, *own
-
-
-def _names_of(candidate: Candidate) -> list[str]:
-    """The processes of all stages after the coordinator's first layers."""
-    return [seat.name for seat in candidate.seats[1:-1]]
-
-
-def _fits(way: Arrangement, ranges: Sequence[Range], in_flight: int) -> bool:
-    return math.isfinite(way.least_seconds(ranges, in_flight))
+    return candidate.workers, candidate.micro_batches, candidate.left, *own
 
 
 def _fronts_near(candidate: Candidate, way: Arrangement) -> list[int | None]:

@@ -10,8 +10,8 @@ A window of several batches is played as one step. The coordinator gets a batch 
 the batch before it. Their last backward may wait until the new batch has begun (`loss_waits`), so
 the workers have a forward to run meanwhile.
 
-A process of a plan with replicas takes the forwards of a stage in the order of its micro-batches,
-and so the backwards; the coordinator takes losses in the order of all micro-batches.
+A process takes the forwards of a stage in the order of its micro-batches, and so the backwards; the
+coordinator takes losses in the order of all micro-batches. In a line they come in this order.
 """
 
 from __future__ import annotations
@@ -134,8 +134,7 @@ def _continued(half: Simulation, whole: Simulation, more: float) -> Simulation:
 class _Process:
     """The state of a process: ready actions of its stages, micro-batches in flight, and sums."""
 
-    def __init__(self, first_stage: int) -> None:
-        self.first_stage = first_stage
+    def __init__(self) -> None:
         self.ready: list[Action] = []
         self.in_flight: set[int] = set()
         self.peak_in_flight = 0
@@ -155,14 +154,6 @@ def _actions(index: int, num_microbatches: int) -> tuple[list[Action], list[Acti
     )
 
 
-def first_ones(ready: Sequence[Action]) -> Collection[Action]:
-    """Of each stage and kind the first action, as a worker offers them to the rule."""
-    first: dict[tuple[int, str], Action] = {}
-    for action in ready:
-        first.setdefault((action.stage_index, action.kind), action)
-    return first.values()
-
-
 class SimulatedRun:
     """A running simulation. Events are arrivals of inputs and ends of actions.
 
@@ -180,12 +171,7 @@ class SimulatedRun:
         self._actions = [
             _actions(number, pipeline.num_microbatches) for number in range(pipeline.num_stages)
         ]
-        replicas, num_entries = pipeline.replicas, len(pipeline.stages)
-        numbers = range(num_entries) if replicas is None else replicas.numbers
-        self._processes = [
-            _Process(numbers[self._process_of.index(process)])
-            for process in range(pipeline.num_processes)
-        ]
+        self._processes = [_Process() for _ in range(pipeline.num_processes)]
         self._most_idle = [math.inf] * len(self._processes)
         if below < math.inf:
             self._most_idle = [below - seconds for seconds in least_seconds_of_processes(pipeline)]
@@ -263,7 +249,8 @@ class SimulatedRun:
         if number == 0 and action.kind == "F" and action.key.visit != LOSS:
             self._num_started += 1
             self._offer_next_microbatch()
-        if self._left and not _is_loss_backward(action):
+        # The backward of a loss that has waited is in no order.
+        if not (action.kind == "B" and action.key.visit == LOSS):
             self.note_begun(action)
         process.in_flight.add(action.key.microbatch)
         process.peak_in_flight = max(process.peak_in_flight, len(process.in_flight))
@@ -276,18 +263,14 @@ class SimulatedRun:
         return not is_late
 
     def _chosen(self, number: int, process: _Process) -> Action | None:
-        ready: Collection[Action] = process.ready
-        waiting = None if number else self._waiting_loss(ready)
+        waiting = None if number else self._waiting_loss(process.ready)
         if waiting is not None:
             return self._beside(waiting, process)
-        if self._left:
-            ready = self.offered(process.ready)
-            # The backward of a loss follows at once, even if the loss had to wait for earlier ones.
-            losses = [each for each in ready if each.key.visit == LOSS]
-            if losses and self._following(losses[0]) is None:
-                return losses[0]
-        elif number:
-            ready = first_ones(process.ready)
+        ready = self.offered(process.ready)
+        # The backward of a loss follows at once, even if the loss had to wait for earlier ones.
+        losses = [] if number else [each for each in ready if each.key.visit == LOSS]
+        if losses and self._following(losses[0]) is None:
+            return losses[0]
         limit, starts_first = self.pipeline.limit(number), self.pipeline.starts_first
         starts_first &= number == 0
         first = self.pipeline.num_batches > 1
@@ -317,17 +300,19 @@ class SimulatedRun:
         return behind % self.pipeline.microbatches_of_batch == 0
 
     def offered(self, ready: Sequence[Action]) -> Collection[Action]:
-        """The choice of a process with replicas: of each stage and kind the next action in the
-        order of the process's micro-batches."""
-        return [a for a in ready if self._is_next(a)]
+        """The choice of a process: of each stage and kind the next action in the order of the
+        process's micro-batches."""
+        left, entries, found = self._left, self._entries, []
+        for action in ready:
+            microbatch, visit = action.key
+            entry = entries[action.stage_index][microbatch]
+            if left[entry, action.kind, visit][-1] == microbatch:
+                found.append(action)
+        return found
 
     def note_begun(self, action: Action) -> None:
         """Remove an action from the order of its kind."""
-        self._left[_place(self._entry_of(action), action)].pop()
-
-    def _is_next(self, action: Action) -> bool:
-        left = self._left[_place(self._entry_of(action), action)]
-        return left[-1] == action.key.microbatch
+        self._left[self._entry_of(action), action.kind, action.key.visit].pop()
 
     def _entry_of(self, action: Action) -> int:
         """The entry of an action in the pipeline's stages."""
@@ -355,8 +340,6 @@ class SimulatedRun:
         """Whether this was the last action of the process for the micro-batch."""
         if following is None or action.kind == "F" or number == 0:
             return following is None
-        if not self._left:
-            return action.stage_index == self._processes[number].first_stage
         before = (self._entries[i][action.key.microbatch] for i in range(1, action.stage_index))
         return all(entry == HERE or self._process_of[entry] != number for entry in before)
 
@@ -402,14 +385,14 @@ class SimulatedRun:
             return times.forward_seconds + self.pipeline.loss_seconds + times.backward_seconds
         if action.stage_index == 0 and action.key.visit == LOSS:
             return self._loss_seconds(action)
-        more = self._hosted_seconds(action) if self._left and action.stage_index == 0 else 0.0
+        more = self._hosted_seconds(action) if action.stage_index == 0 else 0.0
         if action.kind == "B":
             return times.backward_seconds + more
         return times.forward_seconds + more
 
     def _loss_seconds(self, action: Action) -> float:
         """The duration of a loss with its backward, or of one of them if the backward waits."""
-        forward, backward = self._hosted_loss_seconds(action) if self._left else (0.0, 0.0)
+        forward, backward = self._hosted_loss_seconds(action)
         backward += self.pipeline.loss_backward_seconds
         forward += self.pipeline.loss_seconds - self.pipeline.loss_backward_seconds
         if action.kind == "B":
@@ -445,27 +428,14 @@ class SimulatedRun:
         heapq.heappush(self._events, (seconds, self._num_events, is_end, action))
 
 
-def _is_loss_backward(action: Action) -> bool:
-    """Whether an action is the backward of a loss that has waited."""
-    return action.kind == "B" and action.key.visit == LOSS
-
-
-def _place(entry: int, action: Action) -> tuple[int, str]:
-    """The entry and the kind of an action; losses are a kind of their own."""
-    return entry, "L" if action.key.visit == LOSS else action.kind
-
-
-def _in_order(pipeline: Pipeline) -> dict[tuple[int, str], list[int]]:
-    """For each entry and kind of a pipeline with replicas the micro-batches, the last one first;
-    empty for a line, because its micro-batches keep their order by themselves."""
-    if pipeline.replicas is None:
-        return {}
-    found: dict[tuple[int, str], list[int]] = {}
+def _in_order(pipeline: Pipeline) -> dict[tuple[int, str, int], list[int]]:
+    """For each entry, kind and visit of a pipeline the micro-batches, the last one first."""
+    found: dict[tuple[int, str, int], list[int]] = {}
     for microbatch in reversed(range(pipeline.num_microbatches)):
-        found.setdefault((0, "L"), []).append(microbatch)
+        found.setdefault((0, "F", LOSS), []).append(microbatch)
         way = pipeline.way(microbatch)
         for entry in way:
-            found.setdefault((entry, "F"), []).append(microbatch)
+            found.setdefault((entry, "F", 0), []).append(microbatch)
         for entry in way if len(way) > 1 else []:
-            found.setdefault((entry, "B"), []).append(microbatch)
+            found.setdefault((entry, "B", 0), []).append(microbatch)
     return found

@@ -15,7 +15,6 @@ from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from itertools import pairwise
 
-from ..errors import PlanError
 from ..pipeline.placement import turns
 
 
@@ -41,6 +40,11 @@ class Hop:
     medium: str
     busy_seconds: float
     latency_seconds: float = 0.0
+
+    @property
+    def seconds(self) -> float:
+        """Seconds from the first byte until the data has arrived."""
+        return self.busy_seconds + self.latency_seconds
 
 
 HERE = -1
@@ -103,9 +107,6 @@ class Pipeline:
             after all losses of the batch before it; backwards may still run.
         loss_backward_seconds: The backward in ``loss_seconds``.
         loss_waits: Whether this backward waits between two batches until the next one has begun.
-
-    Raises:
-        PlanError: If the numbers of stages, hops, processes and batches do not fit together.
     """
 
     stages: Sequence[StageTimes]
@@ -121,38 +122,6 @@ class Pipeline:
     num_batches: int = 1
     loss_backward_seconds: float = 0.0
     loss_waits: bool = True
-
-    def __post_init__(self) -> None:
-        if self.num_microbatches % self.num_batches:
-            raise PlanError(
-                f"A window of {self.num_batches} batches has {self.num_microbatches} "
-                "micro-batches; it needs equally many for each batch."
-            )
-        if self.replicas is not None:
-            _check_replicas(self, self.replicas)
-            return
-        if not len(self.stages) == len(self.forward_hops) == len(self.backward_hops):
-            raise PlanError(
-                f"A pipeline of {len(self.stages)} stages has {len(self.forward_hops)} forward and "
-                f"{len(self.backward_hops)} backward hops; it needs one of each per stage."
-            )
-        if self.processes:
-            self._check_processes()
-
-    def _check_processes(self) -> None:
-        first, *others = self.processes
-        if len(self.processes) != len(self.stages) or first != 0 or 0 in others:
-            raise PlanError(
-                f"A pipeline of {len(self.stages)} stages has the processes {self.processes}; it "
-                "needs one per stage, and 0 for the first stage alone."
-            )
-        for index, (one, other) in enumerate(pairwise(self.processes)):
-            inside = self.forward_hops[index], self.backward_hops[index + 1]
-            if one == other and any(hop.busy_seconds or hop.latency_seconds for hop in inside):
-                raise PlanError(
-                    f"Stages {index} and {index + 1} have the same process {one}, and a hop "
-                    "between them takes time; give it 0 seconds."
-                )
 
     @cached_property
     def process_of(self) -> Sequence[int]:
@@ -217,15 +186,14 @@ class Pipeline:
         for number in range(self.num_stages):
             team = [entry for entry, of in enumerate(self.replicas.numbers) if of == number]
             shares = [self.replicas.shares[entry] for entry in team]
-            here = [index for index, entry in enumerate(team) if number and self._is_here(entry)]
+            here = [
+                index for index, entry in enumerate(team) if number and not self.process_of[entry]
+            ]
             # As in `PlacedStage.round`, which repeats.
             order = turns(shares, sum(shares), here[0] if here else None)
             entries = [HERE if index in here else team[index] for index in order]
             found.append([entries[k % len(entries)] for k in range(self.num_microbatches)])
         return found
-
-    def _is_here(self, entry: int) -> bool:
-        return self.process_of[entry] == 0
 
     @cached_property
     def counts(self) -> list[int]:
@@ -296,23 +264,6 @@ class Pipeline:
 @lru_cache(maxsize=512)
 def _same(index: int, count: int) -> list[int]:
     return [index] * count
-
-
-def _check_replicas(pipeline: Pipeline, replicas: Replicas) -> None:
-    numbers, processes = replicas.numbers, pipeline.processes
-    sizes = {len(pipeline.stages), len(processes), len(numbers), len(replicas.shares)}
-    if len(sizes) > 1 or sorted({*numbers}) != [*range(max(numbers) + 1)] or processes[0] != 0:
-        raise PlanError(
-            f"A pipeline of {len(pipeline.stages)} entries has the processes {processes}, the "
-            f"stages {numbers} and the shares {replicas.shares}; it needs one of each per entry, "
-            "the stages numbered from 0 on, and the coordinator first."
-        )
-    hosted = [number for number, of in zip(numbers, processes, strict=True) if of == 0][1:]
-    if len(hosted) > 1 or hosted and hosted[0] not in (1, max(numbers)):
-        raise PlanError(
-            f"The coordinator is a replica of the stages {hosted} of {max(numbers)}; it can be one "
-            "of the first or of the last of them only."
-        )
 
 
 @dataclass(frozen=True)

@@ -16,6 +16,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from heapq import heapify, heapreplace
 from itertools import pairwise
 from typing import NamedTuple
@@ -23,7 +24,7 @@ from typing import NamedTuple
 import numpy as np
 
 from ..plan import COORDINATOR, Dtype, Recompute, Weights, most_started
-from .costs import Holder, Numbers, Option
+from .costs import BOTH_HERE, Holder, Left, Numbers, Option
 from .replica_teams import Tables, ends_of_team
 from .replicas import most_in_flight
 
@@ -40,16 +41,14 @@ class Outline:
             them.
         micro_batches: Pieces of all batches of the window.
         in_flight: The most micro-batches in flight.
-        embedding_left: Whether the first team has the embedding.
-        head_left: Whether the last team has the head.
+        left: Whether the first team has the embedding, and the last one the head.
     """
 
     teams: tuple[tuple[str, ...], ...]
     counts: tuple[int, ...]
     micro_batches: int
     in_flight: int
-    embedding_left: bool = False
-    head_left: bool = False
+    left: Left = BOTH_HERE
 
     @property
     def workers(self) -> tuple[str, ...]:
@@ -58,7 +57,7 @@ class Outline:
 
     def ends_of(self, index: int) -> tuple[str, ...]:
         """The ends of the model on the team with this index."""
-        return ends_of_team(index, len(self.teams) - 1, self.embedding_left, self.head_left)
+        return ends_of_team(index, len(self.teams) - 1, self.left)
 
 
 class TeamSeconds(NamedTuple):
@@ -78,6 +77,12 @@ class TeamSeconds(NamedTuple):
 
 
 NOT_FITTING = TeamSeconds(math.inf, math.inf, math.inf, math.inf)
+
+
+# A walk asks for the same few numbers again and again.
+@lru_cache(maxsize=2**14)
+def _most_in_flight(share: int, count: int, started: int, limit: int) -> int:
+    return int(most_in_flight(share, count, started, limit))
 
 
 @dataclass(frozen=True)
@@ -145,7 +150,7 @@ class Estimates:
     def step_seconds(self, outline: Outline) -> float:
         """The estimated step; infinite if the layers do not fit."""
         costs, count = self._costs, outline.micro_batches
-        own = costs.both_ends(costs.size(count), outline.embedding_left, outline.head_left)
+        own = costs.both_ends(costs.size(count), outline.left)
         front, *of_teams, behind = outline.counts
         own_seconds = float(own.matrix(outline.in_flight)[front, costs.num_layers - behind])
         if not math.isfinite(own_seconds):
@@ -160,8 +165,8 @@ class Estimates:
         names = [(COORDINATOR,), *outline.teams, (COORDINATOR,)]
         slowest_hop = 0.0
         for index, (one, other) in enumerate(pairwise(names)):
-            only_ids = outline.embedding_left and index == 0
-            only_losses = outline.head_left and index == len(of_teams)
+            only_ids = outline.left.embedding and index == 0
+            only_losses = outline.left.head and index == len(of_teams)
             hop = self._hop_seconds(one, other, count, only_ids, only_losses)
             chain += hop
             slowest_hop = max(slowest_hop, hop / max(len(one), len(other)) / 2)
@@ -172,7 +177,7 @@ class Estimates:
         )
         # Losses come in order, so a micro-batch that returns late holds up later ones.
         held_up = max(each.longest - each.passing for each in found)
-        rounds = count / most_started(outline.in_flight, outline.embedding_left)
+        rounds = count / most_started(outline.in_flight, outline.left.embedding)
         waiting = max(0.0, rounds * (chain + held_up) - chain)
         return chain + math.hypot(busy, waiting) + max(each.behind for each in found)
 
@@ -182,7 +187,7 @@ class Estimates:
         num_layers, teams = self._costs.num_layers, outline.teams
         if len(teams) > num_layers:
             return None
-        counts = [1] * len(teams)
+        counts = [1] * len(teams) if len(teams) > 1 else [num_layers]
 
         def with_one_more(index: int) -> float:
             ends = outline.ends_of(index)
@@ -190,8 +195,10 @@ class Estimates:
 
         ends = [(with_one_more(index), index) for index in range(len(teams))]
         heapify(ends)
-        for _ in range(num_layers - len(teams)):
-            _, index = ends[0]
+        for _ in range(num_layers - sum(counts)):
+            seconds, index = ends[0]
+            if seconds == math.inf:
+                return None  # no team has the memory for one more layer
             counts[index] += 1
             heapreplace(ends, (with_one_more(index), index))
         found = (0, *counts, 0)
@@ -203,7 +210,7 @@ class Estimates:
     ) -> TeamSeconds:
         """A team with this many layers; infinite if they do not fit."""
         count, in_flight = outline.micro_batches, outline.in_flight
-        key = (team, layers, count, in_flight, ends, outline.embedding_left)
+        key = (team, layers, count, in_flight, ends, outline.left.embedding)
         if key not in self._teams:
             self._teams[key] = self._made(team, layers, outline, ends)
         return self._teams[key]
@@ -236,9 +243,9 @@ class Estimates:
         if math.inf in seconds:
             return None
         shares = dealt(seconds, count)
-        started = most_started(limit, outline.embedding_left)
+        started = most_started(limit, outline.left.embedding)
         for column, share in zip(columns, shares, strict=True):
-            most = limit if num == 1 else int(most_in_flight(share, count, started, limit))
+            most = limit if num == 1 else _most_in_flight(share, count, started, limit)
             if not column.fits(layers, 1 / num, most):
                 return None
         busy = [share * each for share, each in zip(shares, seconds, strict=True)]
@@ -278,7 +285,7 @@ class Estimates:
             found = 0.0
             for source, target in pairs:
                 hops = costs.hop(source, target, there), costs.hop(target, source, back)
-                found += sum(hop.busy_seconds + hop.latency_seconds for hop in hops)
+                found += sum(hop.seconds for hop in hops)
             self._hops[key] = found / len(pairs)
         return self._hops[key]
 

@@ -136,7 +136,7 @@ class TeamWalk:
         lefts = lefts_of(self.tables.costs, teams)
         levels = dict.fromkeys([pieces, min(2 * len(teams) + 2, pieces), 1])
         for left, in_flight in product(dict.fromkeys([lefts[0], lefts[-1]]), levels):
-            empty = Outline(teams, (0, *[0] * len(teams), 0), pieces, in_flight, *left)
+            empty = Outline(teams, (0, *[0] * len(teams), 0), pieces, in_flight, left)
             counts = self._estimates.counts_by_speed(empty)
             if counts is not None:
                 return replace(empty, counts=counts)
@@ -210,10 +210,10 @@ class TeamWalk:
         """Whether each team has layers, the embedding is at the first layer and the head after the
         last one, and `may_replicate` and the pins hold."""
         front, *of_teams, behind = outline.counts
-        if min(of_teams) < 1 or min(front, behind) < 0 or outline.embedding_left and front:
+        if min(of_teams) < 1 or min(front, behind) < 0 or outline.left.embedding and front:
             return False
         may_hold_head = behind == 0 and self.tables.costs.may_hold_head(outline.teams[-1])
-        if outline.head_left and not may_hold_head:
+        if outline.left.head and not may_hold_head:
             return False
         if not self.may_replicate and max(map(len, outline.teams)) > 1:
             return False
@@ -226,8 +226,7 @@ class TeamWalk:
         return self._way_of(outline).least_seconds(ranges, in_flight)
 
     def _way_of(self, outline: Outline) -> Arrangement:
-        left = outline.embedding_left, outline.head_left
-        return Arrangement(self.tables, outline.teams, outline.micro_batches).with_left(left)
+        return Arrangement(self.tables, outline.teams, outline.micro_batches, outline.left)
 
     def _slowest(self, outline: Outline) -> int:
         """The index of the busiest team."""
@@ -323,12 +322,12 @@ class TeamWalk:
             pieces = self._draw.choice(self.micro_batches)
             in_flight = max(1, round(outline.in_flight * pieces / outline.micro_batches))
             return replace(outline, micro_batches=pieces, in_flight=in_flight)
-        model = self.tables.costs.profile.model
+        model, left = self.tables.costs.profile.model, outline.left
         if model.head_may_leave and (not model.embedding_may_leave or kind < 0.9):
-            return replace(outline, head_left=not outline.head_left)
+            return replace(outline, left=left._replace(head=not left.head))
         if not model.embedding_may_leave:
             return None
-        return replace(outline, embedding_left=not outline.embedding_left)
+        return replace(outline, left=left._replace(embedding=not left.embedding))
 
     @staticmethod
     def _with_teams(
@@ -353,6 +352,4 @@ class TeamWalk:
 def _outline_of(candidate: Candidate) -> Outline:
     teams = tuple(tuple(seat.name for seat in team) for team in candidate.teams)
     counts = tuple(end - first for first, end in candidate.ranges_of_teams)
-    pieces, in_flight = candidate.micro_batches, candidate.in_flight
-    left = candidate.embedding_left, candidate.head_left
-    return Outline(teams, counts, pieces, in_flight, *left)
+    return Outline(teams, counts, candidate.micro_batches, candidate.in_flight, candidate.left)

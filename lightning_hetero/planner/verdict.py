@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import combinations
-from typing import Literal
 
 from rich import box
 from rich.console import Console, Group, RenderableType
@@ -14,7 +13,7 @@ from rich.table import Column, Table
 from rich.text import Text
 
 from ..pipeline.placement import Placement
-from ..plan import COORDINATOR, Recompute, Weights
+from ..plan import COORDINATOR, Recompute
 from ..units import (
     in_bytes,
     in_duration,
@@ -28,7 +27,6 @@ from ..units import (
 from . import experts
 from .bounds import least_bottleneck
 from .candidates import Candidate, Costs, Seat
-from .costs import Option
 from .feasibility import candidate_with, shortages, with_head_away
 from .profile import EMBEDDING, HEAD, DeviceProfile
 from .remedies import AtOnce, at_once, fastest_with_script
@@ -61,67 +59,14 @@ COLUMNS = ("worker", "device", "layers", "dtype", "memory", "forward", "backward
 
 
 @dataclass(frozen=True)
-class Advice:
-    """One piece of advice.
-
-    Args:
-        kind: Its subject.
-        worker: The worker or the coordinator.
-        text: The advice as a sentence.
-    """
-
-    kind: Literal["does not fit", "leave out", "left out", "slow head", "slow link"]
-    worker: str
-    text: str
-
-
-@dataclass(frozen=True)
-class StageVerdict:
-    """The predicted numbers of one stage.
-
-    Args:
-        device: The worker with the stage, or the coordinator.
-        layers: Half-open range of layers.
-        option: The dtype of its multiplications, and whether the stage recomputes.
-        needed_bytes: The memory need of all stages of the process.
-        forward_seconds: Forward of one micro-batch, including the embedding if the stage has it.
-        backward_seconds: Backward of one micro-batch; the coordinator's includes head and loss.
-        link_seconds: Travel of its activation and gradient of one micro-batch.
-        busy_share: The busy share of the process in the step.
-        embedding: Whether the stage is on a worker and has the embedding.
-        is_another: Whether the process also has a stage before this one.
-        share: How many micro-batches of a round it runs, and the round, if the stage has replicas.
-    """
-
-    device: DeviceProfile
-    layers: tuple[int, int]
-    option: Option
-    needed_bytes: float
-    forward_seconds: float
-    backward_seconds: float
-    link_seconds: float
-    busy_share: float
-    embedding: bool = False
-    is_another: bool = False
-    share: tuple[int, int] | None = None
-
-
-@dataclass(frozen=True)
-class Bound:
-    """An upper bound of the tokens per second, and its cause."""
-
-    name: str
-    tokens_per_second: float
-
-
-@dataclass(frozen=True)
 class Verdict:
     """The prediction for a plan.
 
     Args:
         candidate: The plan, with the simulated step.
-        stages: The stages in the order of the layers.
-        bounds: Bounds of the speed; the first holds for any plan on these devices.
+        rows: The cells of each stage under `COLUMNS`, in the order of the layers.
+        bounds: Upper bounds of the tokens per second by their causes; the first holds for any plan
+            on these devices.
         best_single: Name and tokens per second of the fastest device with memory for all layers, if
             there is one.
         advice: Sentences for the user.
@@ -130,8 +75,7 @@ class Verdict:
         experts: Why the experts of a mixture are apart or not; empty without halves of a mixture.
         at_once: A plan for several batches as one, if it is faster than the plan for the batches as
             they come.
-        script: A worker that is faster than the best single device if the script runs there, and
-            its tokens per second.
+        script: Where the script would run faster; empty if nowhere.
         safe_seconds: The step in the safe mode, ``micro_batching="boundary"``; None if it is not
             predicted.
         replicas: The cost of replicas on these links, and why they are taken or not; empty without
@@ -139,22 +83,17 @@ class Verdict:
     """
 
     candidate: Candidate
-    stages: Sequence[StageVerdict]
-    bounds: Sequence[Bound]
+    rows: Sequence[Sequence[str]]
+    bounds: Mapping[str, float]
     best_single: tuple[str, float] | None
-    advice: Sequence[Advice]
+    advice: Sequence[str]
     assumed_links: int
     no_gain: str = ""
     experts: str = ""
     replicas: str = ""
     at_once: AtOnce | None = None
-    script: tuple[str, float] | None = None
+    script: str = ""
     safe_seconds: float | None = None
-
-    @property
-    def tokens_per_second(self) -> float:
-        """Tokens of a batch over the seconds of its step."""
-        return tokens_per_second(self.candidate)
 
 
 def judge(solution: Solution) -> Verdict:
@@ -165,9 +104,9 @@ def judge(solution: Solution) -> Verdict:
     is_sliced = candidate.costs.profile.model.slices is not None
     return Verdict(
         candidate,
-        stages=_stages(candidate),
+        rows=_rows(candidate),
         bounds=bounds,
-        best_single=None if single is None else (single.processes[-1], tokens_per_second(single)),
+        best_single=None if single is None else (single.processes[-1], single.tokens_per_second),
         advice=advise(candidate, search),
         assumed_links=_assumed_links(candidate),
         experts=(
@@ -176,95 +115,73 @@ def judge(solution: Solution) -> Verdict:
         replicas="" if is_sliced else _about_replicas(candidate, search),
         no_gain=no_gain,
         at_once=None if is_sliced else at_once(candidate, search, gains=not no_gain),
-        script=_with_script(search, single),
+        script=_about_script(candidate, search, single),
         safe_seconds=safe_step_seconds(candidate.pipeline),
     )
 
 
-def _with_script(search: Search, single: Candidate | None) -> tuple[str, float] | None:
-    """The fastest worker with the script, if it is faster than the best single device."""
-    found = fastest_with_script(search)
-    if found is None:
-        return None
-    name, rate = found[0], tokens_per_second(found[1])
-    least = 0.0 if single is None else tokens_per_second(single) / (1 - LEAST_GAIN)
-    return (name, rate) if rate > least else None
-
-
-def _tokens(candidate: Candidate) -> int:
-    return candidate.costs.num_samples * candidate.costs.profile.model.tokens_per_sample
-
-
-def tokens_per_second(candidate: Candidate) -> float:
-    """The speed of a candidate; infinite if its step takes 0 seconds."""
-    seconds = candidate.step_seconds
-    return _tokens(candidate) / seconds if seconds > 0 else math.inf
-
-
-def _stages(candidate: Candidate) -> list[StageVerdict]:
-    """The seats; the coordinator has two entries only with layers at both ends. Without layers, its
-    entry is at the embedding, or at the head if a worker has the embedding."""
+def _rows(candidate: Candidate) -> list[list[str]]:
+    """The cells of the seats; the coordinator has two rows only with layers at both ends. Without
+    layers, its row is at the embedding, or at the head if a worker has the embedding."""
     last = len(candidate.seats) - 1
     has_layers = [seat.num_layers > 0 for seat in candidate.seats]
     own = {0: [0], last: [last]}
     if not (has_layers[0] and has_layers[last]):
-        is_behind = has_layers[last] or candidate.embedding_left
+        is_behind = has_layers[last] or candidate.left.embedding
         own = {last if is_behind else 0: [0, last]}
     return [
-        _stage(candidate, index, own.get(index, [index]))
+        _cells(candidate, index, own.get(index, [index]))
         for index in range(last + 1)
         if index in own or 0 < index < last
     ]
 
 
-def _stage(candidate: Candidate, index: int, parts: Sequence[int]) -> StageVerdict:
-    """A seat, with the ends of the model and the hops of the seats with the indices ``parts``."""
+def _cells(candidate: Candidate, index: int, parts: Sequence[int]) -> list[str]:
+    """The row of a seat, with the ends of the model and the hops of the seats with the indices
+    ``parts``."""
     seat, pipeline = candidate.seats[index], candidate.pipeline
+    device, option = candidate.costs.profile.device(seat.name), seat.option
     forward, backward = seat.layer_seconds
-    hops: list[Hop] = []
+    travel = 0.0
     there, back = pipeline.hops
     for part in parts:
         holder = candidate.holder(candidate.seats[part])
         forward += holder.before_layers.forward_seconds
         backward += holder.before_layers.backward_seconds + holder.end_seconds(HEAD)
-        hops += _longest_from(there, part)
-        # The coordinator's gradients leave its last seat, and are the first entry.
-        hops += _longest_from(back, part % len(pipeline.stages)) if part else []
-    before = {each.name for each in candidate.seats[:index] if each.num_layers}
-    return StageVerdict(
-        device=candidate.costs.profile.device(seat.name),
-        layers=seat.layers,
-        option=seat.option,
-        needed_bytes=float(candidate.need(seat.name).total),
-        forward_seconds=forward,
-        backward_seconds=backward,
-        link_seconds=(
-            0.0 if pipeline.is_alone else sum(h.busy_seconds + h.latency_seconds for h in hops)
-        ),
-        busy_share=candidate.simulation.busy_shares[candidate.processes.index(seat.name)],
-        embedding=seat.has_embedding,
-        is_another=seat.name in before,
-        share=_share(candidate, seat),
-    )
+        if not pipeline.is_alone:
+            travel += _longest_from(there, part)
+            # The coordinator's gradients leave its last seat, and are the first entry.
+            travel += _longest_from(back, part % len(pipeline.stages)) if part else 0.0
+    needed_bytes = float(candidate.need(seat.name).total)
+    memory = f"{in_bytes(needed_bytes)} of {in_bytes(device.memory_bytes)}"
+    busy = in_percent(candidate.simulation.busy_shares[candidate.processes.index(seat.name)])
+    if any(each.name == seat.name and each.num_layers for each in candidate.seats[:index]):
+        memory = busy = "as above"
+    away = "" if option.weights is None else f", weights on {option.weights}"
+    return [
+        seat.name,
+        device.device,
+        _layers_text(candidate, seat),
+        option.dtype + _RECOMPUTED[option.recompute] + away,
+        memory,
+        in_duration(forward),
+        in_duration(backward),
+        in_duration(travel),
+        busy,
+    ]
 
 
-def _longest_from(hops: Mapping[tuple[int, int], Hop], entry: int) -> list[Hop]:
-    """The longest hop from an entry, to any replica; empty without hops."""
-    found = [hop for (source, _), hop in hops.items() if source == entry]
-    return [max(found, key=lambda hop: hop.busy_seconds + hop.latency_seconds)] if found else []
-
-
-def _share(candidate: Candidate, seat: Seat) -> tuple[int, int] | None:
-    if seat.part is None:
-        return None
-    team = next(team for team in candidate.teams if seat in team)
-    return seat.part.share, sum(each.part.share for each in team if each.part is not None)
+def _longest_from(hops: Mapping[tuple[int, int], Hop], entry: int) -> float:
+    """The seconds of the longest hop from an entry, to any replica; 0 without hops."""
+    found = (hop.seconds for (source, _), hop in hops.items() if source == entry)
+    return max(found, default=0.0)
 
 
 def _about_replicas(candidate: Candidate, search: Search) -> str:
     """The cost of replicas on these links, and why they are taken or not, as a sentence."""
     if candidate.has_replicas:
-        count = max(candidate.gradient_bytes_of_teams)
+        replicated = (team for team in candidate.teams if len(team) > 1)
+        count = max(candidate.gradient_bytes(first) for first, *_ in replicated)
         exchanged = (
             f"replicas exchange {in_bytes(count)} of gradients and as much of weights in each "
             f"step, which takes {in_duration(candidate.exchange_seconds)} of "
@@ -298,8 +215,7 @@ def _about_replicas(candidate: Candidate, search: Search) -> str:
     return f"{cost}; the best plan with replicas that was found takes {in_percent(longer)} longer"
 
 
-def _bounds(candidate: Candidate, search: Search) -> list[Bound]:
-    tokens = _tokens(candidate)
+def _bounds(candidate: Candidate, search: Search) -> dict[str, float]:
     shortest = {
         BY_SPEEDS: _least_step(candidate, search, with_memory=False),
         BY_MEMORY: _least_step(candidate, search, with_memory=True),
@@ -308,7 +224,9 @@ def _bounds(candidate: Candidate, search: Search) -> list[Bound]:
     medium, seconds = _slowest_medium(candidate)
     if medium:
         shortest[f"the link {medium}"] = seconds * candidate.micro_batches
-    return [Bound(name, tokens / seconds) for name, seconds in shortest.items() if seconds > 0]
+    return {
+        name: candidate.num_tokens / seconds for name, seconds in shortest.items() if seconds > 0
+    }
 
 
 def _least_step(candidate: Candidate, search: Search, with_memory: bool) -> float:
@@ -332,33 +250,30 @@ def _best_single(search: Search) -> Candidate | None:
 
 
 def _why_no_gain(
-    candidate: Candidate, search: Search, single: Candidate, bounds: Sequence[Bound]
+    candidate: Candidate, search: Search, single: Candidate, bounds: Mapping[str, float]
 ) -> str:
     """Why more machines are not faster, as part of a sentence; empty if the plan is faster."""
-    single_rate = tokens_per_second(single)
-    if not math.isfinite(single_rate) or tokens_per_second(candidate) > single_rate * NO_GAIN:
+    single_rate = single.tokens_per_second
+    if not math.isfinite(single_rate) or candidate.tokens_per_second > single_rate * NO_GAIN:
         return ""
     costs = candidate.costs
     others = [name for name in costs.profile.workers if name not in single.processes]
     able = [name for name in others if costs.holder(name, candidate.size).speed.most_layers > 0]
-    rates = {bound.name: bound.tokens_per_second for bound in bounds}
     for name in (BY_SPEEDS, BY_MEMORY):
-        if rates.get(name, math.inf) <= single_rate * (1 + LEAST_GAIN):
-            more = in_percent(max(0.0, rates[name] / single_rate - 1))
+        if bounds.get(name, math.inf) <= single_rate * (1 + LEAST_GAIN):
+            more = in_percent(max(0.0, bounds[name] / single_rate - 1))
             return f"{name} allow at most {more} more, and links take time"
     if not able and not single.workers:
         return "no worker can hold a layer"
     if not able:
         return "no other worker can hold a layer, and the coordinator's layers save no time"
-    wider = [search.best_with([*single.workers, name]) for name in _kinds(search, able)]
+    wider = [
+        search.best_with([*single.workers, name]) for name in search.one_of_each(able)[:MOST_TRIED]
+    ]
     spread = [each for each in wider if each is not None]
     if not spread:
         return "no plan over more of these devices fits"
     return _held_up_by(min(spread, key=lambda each: each.step_seconds))
-
-
-def _kinds(search: Search, workers: Sequence[str]) -> list[str]:
-    return search.one_of_each(workers)[:MOST_TRIED]
 
 
 def _held_up_by(spread: Candidate) -> str:
@@ -383,12 +298,9 @@ def _assumed_links(candidate: Candidate) -> int:
     return len({frozenset(ends) for ends in unknown})
 
 
-def advise(candidate: Candidate, search: Search) -> list[Advice]:
+def advise(candidate: Candidate, search: Search) -> list[str]:
     """All advice on a candidate; if it does not fit, only advice on the shortages."""
-    unfit = [Advice("does not fit", short.name, short.text) for short in shortages(candidate)]
-    if unfit:
-        return unfit
-    return [
+    return [short.text for short in shortages(candidate)] or [
         *_better_without(candidate, search),
         *_left_out(candidate, search),
         *_slow_links(candidate),
@@ -396,7 +308,7 @@ def advise(candidate: Candidate, search: Search) -> list[Advice]:
     ]
 
 
-def _slow_head(candidate: Candidate) -> Iterator[Advice]:
+def _slow_head(candidate: Candidate) -> Iterator[str]:
     """Advice on the head, if a step is shorter with the head on the last worker."""
     away = with_head_away(candidate)
     if away is None or away.step_seconds > candidate.step_seconds * (1 - LEAST_GAIN):
@@ -404,16 +316,14 @@ def _slow_head(candidate: Candidate) -> Iterator[Advice]:
     less = in_percent(1 - away.step_seconds / candidate.step_seconds)
     costs, size = candidate.costs, candidate.size
     fastest = min(candidate.workers, key=lambda name: costs.holder(name, size).least_layer_seconds)
-    yield Advice(
-        "slow head",
-        COORDINATOR,
+    yield (
         f"the coordinator's head is the bottleneck: start the script on `{fastest}`, or write "
         f"`head: true` into the last stage, with which a step takes {less} less; training must "
-        "not look at logits then.",
+        "not look at logits then."
     )
 
 
-def _better_without(candidate: Candidate, search: Search) -> Iterator[Advice]:
+def _better_without(candidate: Candidate, search: Search) -> Iterator[str]:
     num_layers = {
         name: sum(seat.num_layers for seat in candidate.seats_of(name))
         for name in candidate.workers
@@ -424,22 +334,19 @@ def _better_without(candidate: Candidate, search: Search) -> Iterator[Advice]:
         without = search.best_with(others, below=candidate.step_seconds)
         if without is not None:
             longer = in_percent(candidate.step_seconds / without.step_seconds - 1)
-            text = f"leave `{name}` out: with it a step takes {longer} longer."
-            yield Advice("leave out", name, text)
+            yield f"leave `{name}` out: with it a step takes {longer} longer."
 
 
-def _left_out(candidate: Candidate, search: Search) -> Iterator[Advice]:
+def _left_out(candidate: Candidate, search: Search) -> Iterator[str]:
     spare = [name for name in candidate.costs.profile.workers if name not in candidate.workers]
     kinds = search.one_of_each(spare)
     for name in kinds[:MOST_TRIED]:
         alike = sum(search.are_alike(name, other) for other in spare) - 1
         who = f"`{name}` and {alike} like it are" if alike else f"`{name}` is"
-        reason = _why_left_out(candidate, search, name)
-        yield Advice("left out", name, f"{who} left out: {reason}")
+        yield f"{who} left out: {_why_left_out(candidate, search, name)}"
     if len(kinds) > MOST_TRIED:
         others = ", ".join(f"`{name}`" for name in kinds[MOST_TRIED:])
-        text = f"also left out, but not tried one by one: {others}."
-        yield Advice("left out", kinds[MOST_TRIED], text)
+        yield f"also left out, but not tried one by one: {others}."
 
 
 def _why_left_out(candidate: Candidate, search: Search, name: str) -> str:
@@ -469,17 +376,16 @@ def _why_left_out(candidate: Candidate, search: Search, name: str) -> str:
     )
 
 
-def _slow_links(candidate: Candidate) -> Iterator[Advice]:
+def _slow_links(candidate: Candidate) -> Iterator[str]:
     """Advice on the slowest link, if it is slower than every stage."""
     medium, seconds = _slowest_medium(candidate)
     slowest = candidate.bottleneck_seconds
     if seconds > slowest:
         longer = f"{in_percent(seconds / slowest - 1)} longer" if slowest > 0 else "longer"
-        text = (
+        yield (
             f"the link {medium} is the bottleneck: a micro-batch occupies it {longer} than the "
             "slowest stage; a faster link would help, other layers would not."
         )
-        yield Advice("slow link", COORDINATOR, text)
 
 
 def _slowest_medium(candidate: Candidate) -> tuple[str, float]:
@@ -504,9 +410,8 @@ def render(verdict: Verdict) -> RenderableType:
     # A narrow terminal folds long cells, so names stay whole.
     columns = [Column(name, overflow="fold") for name in COLUMNS]
     table = Table(*columns, box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
-    ends = [*verdict.candidate.seats[0].ends, *verdict.candidate.seats[-1].ends]
-    for stage in verdict.stages:
-        table.add_row(*(Text(cell) for cell in _cells(stage, ends)))
+    for row in verdict.rows:
+        table.add_row(*map(Text, row))
     return Group(table, *(Text(line) for line in sentences(verdict)))
 
 
@@ -514,23 +419,21 @@ def sentences(verdict: Verdict) -> list[str]:
     """The sentences below the table."""
     lines = [_step(verdict)]
     lines += [
-        f"{stage.device.name} has the input embedding: it gets token ids, and sends no gradient "
-        "back"
-        for stage in verdict.stages
-        if stage.embedding
+        f"{seat.name} has the input embedding: it gets token ids, and sends no gradient back"
+        for seat in verdict.candidate.seats
+        if seat.has_embedding
     ]
     lines += _heads(verdict.candidate)
     lines += _reading(verdict)
     lines += [*_bound_lines(verdict), *_idle_link(verdict.candidate), _single(verdict)]
     lines += [str(verdict.at_once)] if verdict.at_once is not None else []
-    lines += _script(verdict)
+    lines += [verdict.script] * bool(verdict.script)
     lines += _safe_mode(verdict)
     lines += [text for text in (verdict.experts, verdict.replicas) if text]
     if verdict.assumed_links:
         are = "link was" if verdict.assumed_links == 1 else "links were"
         lines.append(f"{verdict.assumed_links} {are} not measured; the speed is assumed.")
-    advice = (advice.text for advice in verdict.advice)
-    return [*lines, *running_costs(verdict.candidate), *advice]
+    return [*lines, *running_costs(verdict.candidate), *verdict.advice]
 
 
 def bottleneck(candidate: Candidate) -> str:
@@ -546,7 +449,7 @@ def bottleneck(candidate: Candidate) -> str:
 def running_costs(candidate: Candidate) -> list[str]:
     """Money and energy for a million tokens, for devices with a price or watts in the profile."""
     devices = [candidate.costs.profile.device(name) for name in candidate.processes]
-    hours = _A_MILLION * candidate.step_seconds / 3600 / _tokens(candidate)
+    hours = _A_MILLION * candidate.step_seconds / 3600 / candidate.num_tokens
     lines = []
     price, missing = _sum_of(devices, lambda device: device.price_per_hour)
     if price is not None:
@@ -585,7 +488,7 @@ def _step(verdict: Verdict) -> str:
     bubble = in_percent(candidate.simulation.bubble)
     return (
         f"{cut}: a step of {in_duration(candidate.step_seconds)}, "
-        f"{_rate_text(verdict.tokens_per_second)}, bubble {bubble}"
+        f"{_rate_text(candidate.tokens_per_second)}, bubble {bubble}"
     )
 
 
@@ -599,12 +502,11 @@ def _pieces(candidate: Candidate) -> str:
 def _bound_lines(verdict: Verdict) -> Iterator[str]:
     """A line for each bound lower than the bound before it; links have lines of their own."""
     before = math.inf
-    for bound in verdict.bounds:
-        rate = bound.tokens_per_second
-        if bound.name in (BY_SPEEDS, BY_MEMORY, BY_PIPELINE) and rate < before * (1 - _ALIKE):
+    for name, rate in verdict.bounds.items():
+        if name in (BY_SPEEDS, BY_MEMORY, BY_PIPELINE) and rate < before * (1 - _ALIKE):
             # Both come from sums of seconds, so a plan at its bound may exceed it by a hair.
-            share = in_percent(min(1.0, verdict.tokens_per_second / rate))
-            yield f"{bound.name} allow at most {_rate_text(rate)}; this plan reaches {share} of it"
+            share = in_percent(min(1.0, verdict.candidate.tokens_per_second / rate))
+            yield f"{name} allow at most {_rate_text(rate)}; this plan reaches {share} of it"
             before = rate
 
 
@@ -631,17 +533,20 @@ def _single(verdict: Verdict) -> str:
         return f"{said}; as the batches come, more machines are not faster: {verdict.no_gain}"
     if verdict.no_gain:
         return f"{said}; more machines gain nothing here: {verdict.no_gain}"
-    return f"{said}; this plan is {verdict.tokens_per_second / speed:.2f} times as fast"
+    return f"{said}; this plan is {verdict.candidate.tokens_per_second / speed:.2f} times as fast"
 
 
-def _script(verdict: Verdict) -> Iterator[str]:
-    """Where the script would run faster, if a worker alone is faster than this coordinator."""
-    if verdict.script is None:
-        return
-    name, rate = verdict.script
-    times = rate / verdict.tokens_per_second
-    than = f"{times:.2f} times as fast as this plan"
-    yield (
+def _about_script(candidate: Candidate, search: Search, single: Candidate | None) -> str:
+    """Where the script would run faster, if a worker alone is faster than the best single device;
+    otherwise empty."""
+    found = fastest_with_script(search)
+    if found is None:
+        return ""
+    name, rate = found[0], found[1].tokens_per_second
+    if single is not None and rate <= single.tokens_per_second / (1 - LEAST_GAIN):
+        return ""
+    than = f"{rate / candidate.tokens_per_second:.2f} times as fast as this plan"
+    return (
         f"start the script on {name}: with the embedding, the head and the loss there, {name} "
         f"alone is predicted {_rate_text(rate)}, {than}"
     )
@@ -686,40 +591,21 @@ def _without_slices(verdict: Verdict) -> Iterator[str]:
         )
 
 
-def _cells(stage: StageVerdict, ends: Collection[str]) -> list[str]:
-    memory = f"{in_bytes(stage.needed_bytes)} of {in_bytes(stage.device.memory_bytes)}"
-    return [
-        stage.device.name,
-        stage.device.device,
-        _layers_text(stage, ends),
-        stage.option.dtype + _RECOMPUTED[stage.option.recompute] + _away(stage.option.weights),
-        memory if not stage.is_another else "as above",
-        in_duration(stage.forward_seconds),
-        in_duration(stage.backward_seconds),
-        in_duration(stage.link_seconds),
-        in_percent(stage.busy_share) if not stage.is_another else "as above",
-    ]
-
-
-def _away(weights: Weights | None) -> str:
-    return "" if weights is None else f", weights on {weights}"
-
-
 def _heads(candidate: Candidate) -> Iterator[str]:
     """Where the head is and how long it takes on each device of the plan, if it may leave."""
     costs, size, model = candidate.costs, candidate.size, candidate.costs.profile.model
     able = [name for name in candidate.workers if costs.may_hold_head([name])]
-    if not (able or candidate.head_left):
+    if not (able or candidate.left.head):
         return
     fastest = sorted(able, key=lambda name: _head_seconds(costs, name, size))
-    holding = [seat.name for seat in candidate.teams[-1]] if candidate.head_left else []
+    holding = [seat.name for seat in candidate.teams[-1]] if candidate.left.head else []
     measured = [
         f"{in_duration(seconds)} on {name}"
         for name in dict.fromkeys([COORDINATOR, *holding, *fastest[:MOST_TRIED]])
         if (seconds := _head_seconds(costs, name, size)) < math.inf
     ]
     times = f"head and loss of a micro-batch take {', '.join(measured)}"
-    if not candidate.head_left:
+    if not candidate.left.head:
         yield f"{times}; they stay with the coordinator"
         return
     num_bytes = model.logits_bytes_per_sample * costs.batch_size
@@ -755,14 +641,19 @@ def _reading(verdict: Verdict) -> Iterator[str]:
         )
 
 
-def _layers_text(stage: StageVerdict, ends: Collection[str]) -> str:
-    """The layers of a stage; ``ends`` are the coordinator's, as in its seats."""
-    first, end = stage.layers
+def _layers_text(candidate: Candidate, seat: Seat) -> str:
+    """The layers of a seat, and its share if it is a replica."""
+    first, end = seat.layers
     if end > first:
-        share = "" if stage.share is None else ", {} of {} micro-batches".format(*stage.share)
+        share = ""
+        if seat.part is not None:
+            team = next(team for team in candidate.teams if seat in team)
+            round_ = sum(each.part.share for each in team if each.part is not None)
+            share = f", {seat.part.share} of {round_} micro-batches"
         return f"{first}:{end} ({end - first}){share}"
-    if stage.device.name != COORDINATOR:
+    if seat.name != COORDINATOR:
         return "no layers"
+    ends = [*candidate.seats[0].ends, *candidate.seats[-1].ends]
     held = ["the embedding"] * (EMBEDDING in ends) + ["the head and the loss"] * (HEAD in ends)
     return ", ".join(["no layers", *held])
 

@@ -86,7 +86,7 @@ class Orders:
 
     def _travel_seconds(self, one: str, other: str) -> float:
         there, back = boundary_hops(self._costs, [one, other], self._costs.batch_size)
-        return sum(hop.busy_seconds + hop.latency_seconds for hop in (there[0], back[1]))
+        return there[0].seconds + back[1].seconds
 
 
 def interchangeable(costs: Costs) -> dict[str, int]:

@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from lightning_utilities.core.apply_func import apply_to_collection
@@ -58,9 +58,7 @@ def embedding_to_leave(root: nn.Module, layers: Sequence[DecoderLayer]) -> nn.Mo
     """The input embedding, if its class and place in the model allow it to be on a worker."""
     try:
         found = find_embedding(root, layers)
-        check_layers_stand_alone(root, [[found]])
-        workers = _NoWorkers()
-        HollowLayers({EMBEDDING_LAYER: found}, workers.exchange, workers).check()
+        hollow_for_trial(root, {EMBEDDING_LAYER: found}, NoWorkers())
     except ModelError:
         return None
     parameters = parameters_of_ends(root, layers)[EMBEDDING]
@@ -77,13 +75,28 @@ def parameters_of_ends(
     return {name: [t for t in tensors if isinstance(t, nn.Parameter)] for name, tensors in ends}
 
 
-class _NoWorkers:
-    """Stands for the workers of layers in a check without workers."""
+class NoWorkers:
+    """Stands for the workers of layers in a check or a dry run without workers."""
 
-    def exchange(self, *_args: object, **_kwargs: object) -> NoReturn:
-        raise ModelError("Layers that were only checked have no worker.")
+    def exchange(self, *_args: Any, **_kwargs: Any) -> Any:
+        """Refuse a call, and a request for weights."""
+        raise ModelError("Layers in a check or in a dry run have no worker.")
 
     fetch = store = exchange
+
+
+def hollow_for_trial(
+    root: nn.Module, parts: Mapping[int, DecoderLayer], workers: NoWorkers
+) -> HollowLayers:
+    """Parts of a model, checked and ready to be away.
+
+    Raises:
+        ModelError: If they cannot be away.
+    """
+    check_layers_stand_alone(root, [list(parts.values())])
+    hollow = HollowLayers(parts, workers.exchange, workers)
+    hollow.check()
+    return hollow
 
 
 class Unreadable:

@@ -16,17 +16,17 @@ import logging
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from .._lightning import pl
 from ..errors import ModelError
 from ..model.head import LabelsSeen, find_head
-from ..model.hollow import HollowLayers
 from ..model.layer_call import LayerCall
-from ..model.layers import LOGITS_LAYER, DecoderLayer, check_layers_stand_alone
+from ..model.layers import LOGITS_LAYER, DecoderLayer
 from ..model.placeholders import HiddenStatesAway, instances_in, is_away
 from ..model.recipe import write_recipe
 from ..model.tensors import gradient_bytes, named_tensors, stored_bytes
@@ -35,7 +35,7 @@ from ..pipeline.boundary import Surroundings
 from ..pipeline.handover import surroundings_here
 from ..pipeline.stage_layers import buffers_of, preparation
 from ..protocol.frames import Content
-from .embedding_and_head import EndsRunner
+from .embedding_and_head import EndsRunner, NoWorkers, hollow_for_trial
 from .named_in_code import own_methods, said_in
 
 logger = logging.getLogger(__name__)
@@ -83,9 +83,7 @@ def _head_of(
     """The parts of the head by their numbers, or None if its class or the user's code keeps it."""
     try:
         found = find_head(module, layers, has_embedding=False)
-        check_layers_stand_alone(module, [list(found.values())])
-        worker = _NoWorker(found)
-        HollowLayers(found, worker.exchange, worker).check()
+        hollow_for_trial(module, found, _NoWorker(found))
     except ModelError:
         return None
     output_embedding = found[LOGITS_LAYER].name.rpartition(".")[2]
@@ -203,8 +201,7 @@ def _away(
     runner: EndsRunner, parts: Mapping[int, DecoderLayer], worker: _NoWorker
 ) -> Iterator[None]:
     """Inside, the head is away as in a run."""
-    hollow = HollowLayers(parts, worker.exchange, worker)
-    hollow.check()
+    hollow = hollow_for_trial(runner.module, parts, worker)
     held = named_tensors({number: part.module for number, part in parts.items()})
     # A parameter stays the same object, so another one keeps its content.
     content = {name: tensor.detach() for name, tensor in held}
@@ -216,7 +213,7 @@ def _away(
         hollow.check_finished()
 
 
-class _NoWorker:
+class _NoWorker(NoWorkers):
     """Stands for a worker with the head: it notes calls for a loss, and makes up the answers."""
 
     def __init__(self, parts: Mapping[int, DecoderLayer]) -> None:
@@ -224,6 +221,7 @@ class _NoWorker:
         self.num_logits = 0
         self._num_rows = parts[LOGITS_LAYER].module.get_parameter("weight").shape[0]
 
+    @override
     def exchange(
         self, hidden: Tensor, calls: list[LayerCall], kinds: list[str], _entering: object
     ) -> tuple[Tensor, Iterable[tuple[str, Tensor]]]:
@@ -233,8 +231,3 @@ class _NoWorker:
             return hidden.float().mean(), []
         self.num_logits += 1
         return hidden.new_zeros(*hidden.shape[:-1], self._num_rows), []
-
-    def fetch(self, *_args: object) -> NoReturn:
-        raise ModelError("The head's weights are away in a dry run.")
-
-    store = fetch

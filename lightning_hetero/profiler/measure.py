@@ -12,12 +12,11 @@ from pathlib import Path
 from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 from msgspec.structs import replace
 
-from .._lightning import MisconfigurationException, pl
+from .._lightning import MisconfigurationException
 from ..coordinator.connections import Connections
 from ..coordinator.dry_run import step_like
 from ..coordinator.progress import progress_of_parts
 from ..errors import StageFailed
-from ..model.layers import DecoderLayer
 from ..pipeline.bench import attempt
 from ..plan import COORDINATOR, Dtype
 from ..planner.profile import (
@@ -286,8 +285,6 @@ class Measuring:
     """Measures a model after its dry run.
 
     Args:
-        module: The LightningModule, attached to its Trainer.
-        layers: All its decoder layers.
         connections: To all workers; they are still without layers.
         options: How to measure.
         sighting: The model.
@@ -295,8 +292,6 @@ class Measuring:
         identity: The identity of the model in the profile.
     """
 
-    module: pl.LightningModule
-    layers: Sequence[DecoderLayer]
     connections: Connections
     options: ProfilingOptions
     sighting: ModelSighting
@@ -330,10 +325,7 @@ class Measuring:
             links = list(measure_links(self.connections, pairs, seconds, tick))
             # The optimizer's step for each part, from the first device with a measurement.
             optimizers = ChainMap(*(result.optimizers for result in [*results.values(), ends]))
-            identity = self.identity
-            model = model_profile(
-                self.module, self.layers, self._subject, optimizers, identity.fingerprint
-            )
+            model = model_profile(self.sighting, optimizers, self.identity.fingerprint)
             self._settle(model, results, ends)
             if self._subject.slices is not None:
                 for result in results.values():
@@ -358,7 +350,7 @@ class Measuring:
             links=links,
             batch_size=self.sighting.batch_size * self.sighting.window,
             window=self.sighting.window,
-            settings=dict(identity.settings),
+            settings=dict(self.identity.settings),
         )
 
     def _heads(self, workers: Sequence[str]) -> dict[str, DeviceResult]:
@@ -473,7 +465,8 @@ class Measuring:
         optimizer, device = self._subject.optimizer, self.sighting.bench.device
         if optimizer is None:
             return {}
-        ends = parameters_of_ends(self.module, self.layers)
+        runner = self.sighting.runner
+        ends = parameters_of_ends(runner.module, runner.layers)
         return {name: step_like(parameters, optimizer, device) for name, parameters in ends.items()}
 
     @contextmanager
@@ -481,7 +474,7 @@ class Measuring:
         if self.options.budget_seconds < _PROGRESS_FROM_SECONDS:
             yield _no_tick
             return
-        bar = progress_of_parts(self.module.trainer, "Measuring the devices", total)
+        bar = progress_of_parts(self.sighting.runner.module.trainer, "Measuring the devices", total)
         with closing(bar) as progress:
             yield lambda: progress.advance(1)
 

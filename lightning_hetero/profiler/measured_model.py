@@ -511,21 +511,16 @@ def _dtype(example: Example) -> Dtype:
 
 
 def model_profile(
-    root: nn.Module,
-    layers: Sequence[DecoderLayer],
-    subject: Subject,
-    optimizers: Mapping[str, m.OptimizerMeasured],
-    fingerprint: str,
+    sighting: ModelSighting, optimizers: Mapping[str, m.OptimizerMeasured], fingerprint: str
 ) -> ModelProfile:
     """A model's part of the profile.
 
     Args:
-        root: The LightningModule.
-        layers: All its decoder layers.
-        subject: The model as devices have measured it.
+        sighting: The model as devices have measured it.
         optimizers: The optimizer's measured step over one layer of each kind, and over both ends.
         fingerprint: Differs between models.
     """
+    subject, root, layers = sighting.subject, sighting.runner.module, sighting.runner.layers
     # Slices have no equal length, so the whole sequence says the bytes of a token.
     pick = min if subject.slices is None else max
     samples, example = pick(subject.examples.items())

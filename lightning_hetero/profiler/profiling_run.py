@@ -68,11 +68,11 @@ from .measure import (
 )
 from .measured_model import Cutting, ModelIdentity, Subject, fingerprint, sight
 from .trials import (
-    DeviceResult,
     LayerSchedule,
     Outcome,
     failure,
     layer_jobs,
+    lead,
     patience_seconds,
     trials,
 )
@@ -118,9 +118,12 @@ class NewcomerTrials:
             ChannelError: If it is lost.
             WorkerError: If it cannot run the layers.
         """
-        message, tensors = self.prepared
-        send = connections.requests.send_alone
-        answer = send(worker, message, *tensors).alone(m.Message)
+
+        def ask(content: Content) -> m.Message:
+            message, tensors = content
+            return connections.requests.send_alone(worker, message, *tensors).alone(m.Message)
+
+        answer = ask(self.prepared)
         if isinstance(answer, m.NotMeasured):
             raise failure(f"{worker.name} cannot build the layers for its measurement", answer)
         subject = self.subject
@@ -129,15 +132,7 @@ class NewcomerTrials:
         schedule = LayerSchedule(jobs, end_seconds, described.free_bytes)
         patience = patience_seconds(_LAYER_SECONDS, len(jobs))
         running = trials(subject, schedule, patience, time.monotonic, worker.name)
-        trial = next(running)
-        while True:
-            said, sent = trial.encode()
-            found = cast("Outcome", send(worker, said, *sent).alone(m.Message))
-            try:
-                trial = running.send(found)
-            except StopIteration as end:
-                result: DeviceResult = end.value
-                break
+        result = lead(running, lambda trial: cast("Outcome", ask(trial.encode())))
         result.software_seconds = self.software_seconds
         return result.profile(worker.name, described, _usable_bytes(described))
 
@@ -403,15 +398,8 @@ class ProfilingRun:
         here = replace(sample, batch=to_device(self.module.trainer, sample.batch))
         sizes = self.options.micro_batch_sizes
         cutting = Cutting(here, self.cuts_boundary, sizes, self.batches)
-        return Measuring(
-            self.module,
-            self.layers,
-            self.connections,
-            self.options,
-            sight(self.module, self.layers, cutting, optimizer),
-            described,
-            identity,
-        )
+        sighting = sight(self.module, self.layers, cutting, optimizer)
+        return Measuring(self.connections, self.options, sighting, described, identity)
 
 
 @contextmanager

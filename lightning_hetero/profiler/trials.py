@@ -150,9 +150,14 @@ def doubtful(model: ModelProfile, timings: Sequence[Timing]) -> list[Timing]:
         timings: All timings of the device; the ends of the coordinator are among them.
     """
     rules = (_against_sizes, _against_recomputation, _against_alike, _against_layers)
-    contradicted = (timing for rule in rules for timing in rule(model, timings))
+    limits = (limit for rule in rules for limit in rule(model, timings))
+    contradicted = (timing for timing, most_seconds in limits if seconds_of(timing) > most_seconds)
     doubted = {*map(job_of, _varying(timings)), *map(job_of, contradicted)}
     return [timing for timing in timings if job_of(timing) in doubted]
+
+
+# Timings, each with the most seconds that the other timings of its device explain.
+_Limits = Iterator[tuple[Timing, float]]
 
 
 def _varying(timings: Sequence[Timing]) -> list[Timing]:
@@ -163,43 +168,39 @@ def _varying(timings: Sequence[Timing]) -> list[Timing]:
     ]
 
 
-def _against_sizes(_model: ModelProfile, timings: Sequence[Timing]) -> Iterator[Timing]:
+def _against_sizes(_model: ModelProfile, timings: Sequence[Timing]) -> _Limits:
     in_order = sorted(timings, key=lambda t: (t.dtype, t.part, t.recompute, t.micro_batch_size))
     for small, large in pairwise(in_order):
         if job_of(small)._replace(micro_batch_size=large.micro_batch_size) != job_of(large):
             continue
         growth = large.micro_batch_size / small.micro_batch_size
-        if seconds_of(small) > _MOST_TIMES_OF_LARGER * seconds_of(large):
-            yield small
-        if seconds_of(large) > _MOST_TIMES * growth * seconds_of(small):
-            yield large
+        yield small, _MOST_TIMES_OF_LARGER * seconds_of(large)
+        yield large, _MOST_TIMES * growth * seconds_of(small)
 
 
-def _against_recomputation(_model: ModelProfile, timings: Sequence[Timing]) -> Iterator[Timing]:
+def _against_recomputation(_model: ModelProfile, timings: Sequence[Timing]) -> _Limits:
     plain_of = {job_of(timing): timing for timing in timings if not timing.recompute}
     for again in timings:
         plain = plain_of.get(job_of(again)._replace(recompute=False))
         if not again.recompute or plain is None:
             continue
-        if seconds_of(plain) > _MOST_TIMES_OF_LARGER * seconds_of(again):
-            yield plain
-        if seconds_of(again) > _MOST_TIMES * (seconds_of(plain) + plain.forward_seconds):
-            yield again
+        yield plain, _MOST_TIMES_OF_LARGER * seconds_of(again)
+        yield again, _MOST_TIMES * (seconds_of(plain) + plain.forward_seconds)
 
 
-def _against_alike(model: ModelProfile, timings: Sequence[Timing]) -> Iterator[Timing]:
+def _against_alike(model: ModelProfile, timings: Sequence[Timing]) -> _Limits:
     for kind, other in permutations(model.kinds, 2):
         part, like = model.part(kind), model.part(other)
         if part.parameter_bytes == 0 or structs.replace(part, name=other) != like:
             continue
         seconds = {job_of(t): seconds_of(t) for t in timings if t.part == other}
         for timing in timings:
-            alike = seconds.get(job_of(timing)._replace(kind=other), math.inf)
-            if timing.part == kind and seconds_of(timing) > _MOST_TIMES * alike:
-                yield timing
+            if timing.part == kind:
+                alike = seconds.get(job_of(timing)._replace(kind=other), math.inf)
+                yield timing, _MOST_TIMES * alike
 
 
-def _against_layers(model: ModelProfile, timings: Sequence[Timing]) -> Iterator[Timing]:
+def _against_layers(model: ModelProfile, timings: Sequence[Timing]) -> _Limits:
     # A head tied to the embedding does not have parameters of its own.
     most_bytes = max(model.part(end).parameter_bytes for end in ENDS)
     for timing in timings:
@@ -211,9 +212,7 @@ def _against_layers(model: ModelProfile, timings: Sequence[Timing]) -> Iterator[
         if timing.part not in ENDS or not layers:
             continue
         seconds, layer_bytes = max(layers)
-        work = max(1.0, most_bytes / layer_bytes)
-        if seconds_of(timing) > _MOST_TIMES_OF_END * work * seconds:
-            yield timing
+        yield timing, _MOST_TIMES_OF_END * max(1.0, most_bytes / layer_bytes) * seconds
 
 
 def affordable(
@@ -552,24 +551,29 @@ def failure(what: str, answer: m.NotMeasured) -> StageFailed:
     return StageFailed.with_traceback_there(f"{what}: {answer.reason}", answer.traceback)
 
 
-def lead_here(bench: Bench, trials: Trials, tick: Tick) -> DeviceResult:
-    """Lead trials on this process's bench."""
+def lead(trials: Trials, run: Callable[[Trial], Outcome]) -> DeviceResult:
+    """Lead the trials of one device; ``run`` returns the outcome of a trial."""
     try:
         trial = next(trials)
         while True:
-            outcome = run_here(bench, trial)
-            tick()
-            trial = trials.send(outcome)
+            trial = trials.send(run(trial))
     except StopIteration as end:
         result: DeviceResult = end.value
         return result
 
 
-def run_here(bench: Bench, trial: Trial) -> Outcome:
-    """Run a trial in this process."""
-    if isinstance(trial, LayerTrial):
-        return attempt(partial(bench.measure_layer, trial), bench.device)
-    return attempt(partial(bench.measure_optimizer, trial), bench.device)
+def lead_here(bench: Bench, trials: Trials, tick: Tick) -> DeviceResult:
+    """Lead trials on this process's bench."""
+
+    def run(trial: Trial) -> Outcome:
+        if isinstance(trial, LayerTrial):
+            outcome: Outcome = attempt(partial(bench.measure_layer, trial), bench.device)
+        else:
+            outcome = attempt(partial(bench.measure_optimizer, trial), bench.device)
+        tick()
+        return outcome
+
+    return lead(trials, run)
 
 
 def lead_on_workers(

@@ -99,7 +99,9 @@ def encode_frame(frame: Frame) -> list[memoryview]:
     Raises:
         LocalProtocolError: If the frame is longer than the limits.
     """
-    return [encode_head(frame), *encode_body(frame.tensors)]
+    specs = [TensorSpec.of(tensor) for tensor in frame.tensors]
+    body = encode_body(frame.tensors)
+    return [_head(frame.message, specs, sum(map(len, body))), *body]
 
 
 def encode_head(frame: Frame) -> memoryview:
@@ -109,11 +111,14 @@ def encode_head(frame: Frame) -> memoryview:
         LocalProtocolError: If the frame is longer than the limits.
     """
     specs = [TensorSpec.of(tensor) for tensor in frame.tensors]
-    _, body_bytes = body_layout(specs)
-    header = _encoder.encode(Header(frame.message, specs))
+    return _head(frame.message, specs, body_layout(specs)[1])
+
+
+def _head(message: Message, specs: list[TensorSpec], body_bytes: int) -> memoryview:
+    header = _encoder.encode(Header(message, specs))
     if len(header) > _LIMITS.header_bytes or body_bytes > _LIMITS.body_bytes:
         raise LocalProtocolError(
-            f"{type(frame.message).__name__} with {len(header)} + {body_bytes} bytes is over the "
+            f"{type(message).__name__} with {len(header)} + {body_bytes} bytes is over the "
             f"limit of {_LIMITS.header_bytes} + {_LIMITS.body_bytes} bytes."
         )
     return memoryview(_PREFIX.pack(MAGIC, PROTOCOL_VERSION, len(header), body_bytes) + header)
@@ -148,6 +153,7 @@ class FrameReader:
     def _begin_frame(self) -> None:
         self._body_bytes: int | None = None
         self._header: Header[Message] | None = None
+        self._offsets: Sequence[int] = ()
         self._part: Buffer = bytearray(_PREFIX.size)
         self._missing = memoryview(self._part)
 
@@ -224,7 +230,7 @@ class FrameReader:
 
     def _begin_body(self, body_bytes: int) -> None:
         self._header = self._decode(self._part)
-        _, expected_bytes = body_layout(self._header.tensors)
+        self._offsets, expected_bytes = body_layout(self._header.tensors)
         if expected_bytes != body_bytes:
             specs = ", ".join(map(str, self._header.tensors)) or "no tensors"
             raise RemoteProtocolError(
@@ -241,11 +247,8 @@ class FrameReader:
         return (self._pool.new if message.is_kept else self._pool.take)(body_bytes)
 
     def _finish_frame(self, header: Header[Message]) -> Frame:
-        offsets, _ = body_layout(header.tensors)
-        tensors = tuple(
-            tensor_from_bytes(spec, self._part, offset)
-            for spec, offset in zip(header.tensors, offsets, strict=True)
-        )
+        places = zip(header.tensors, self._offsets, strict=True)
+        tensors = tuple(tensor_from_bytes(spec, self._part, offset) for spec, offset in places)
         self._begin_frame()
         return Frame(header.message, tensors)
 

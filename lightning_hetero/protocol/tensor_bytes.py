@@ -160,13 +160,13 @@ def fingerprint_of(parts: Mapping[str, Tensor]) -> bytes:
 
 def tensor_from_bytes(spec: TensorSpec, body: bytearray | memoryview, offset: int) -> Tensor:
     """A tensor inside ``body``; it keeps ``body`` alive. Booleans are unpacked into new memory."""
-    if spec.num_bytes == 0:
-        return torch.empty(spec.shape, dtype=spec.torch_dtype)
-    count = math.prod(spec.shape)
-    if spec.torch_dtype == torch.bool:
-        packed = numpy.frombuffer(body, numpy.uint8, spec.num_bytes, offset)
+    count, dtype = math.prod(spec.shape), spec.torch_dtype
+    if count == 0:
+        return torch.empty(spec.shape, dtype=dtype)
+    if dtype == torch.bool:
+        packed = numpy.frombuffer(body, numpy.uint8, num_packed_bytes(count, dtype), offset)
         return torch.from_numpy(numpy.unpackbits(packed, count=count)).view(spec.shape).bool()
-    flat = torch.frombuffer(body, dtype=spec.torch_dtype, count=count, offset=offset)
+    flat = torch.frombuffer(body, dtype=dtype, count=count, offset=offset)
     return flat.view(spec.shape)
 
 

@@ -30,6 +30,7 @@ NUM_SLOTS = 32
 MOST_BYTES = 4 * 2**20
 Slot = Annotated[int, msgspec.Meta(ge=0, le=NUM_SLOTS - 1)]
 _AS_THEY_ARE = frozenset({type(None), bool, float, str})
+_AS_THEY_CAME = _AS_THEY_ARE | {int}
 # Digests of tensors sent once; they may come again.
 _NUM_CANDIDATES = 256
 
@@ -417,6 +418,8 @@ def unpack(
     Raises:
         RemoteProtocolError: If the value names a tensor missing in the frame, or an empty slot.
     """
+    if type(value) in _AS_THEY_CAME:  # as most arguments are
+        return value
     if isinstance(value, ConstantNode):
         return (constants or KeptConstants()).get(value.slot)
     if isinstance(value, TensorNode):

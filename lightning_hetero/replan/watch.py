@@ -26,7 +26,7 @@ from ..plan import COORDINATOR, Plan
 from ..planner.balance import Balance, Judged, moves, seen, why_it_rests
 from ..planner.drift import Drift, StageSeconds, Watcher, misjudged
 from ..planner.profile import Measured, Profile
-from ..planner.replan import LEAST_GAIN, Known, MoveCosts, Replanned, expected_seconds, replan
+from ..planner.replan import LEAST_GAIN, Known, MoveCosts, expected_seconds, replan
 from ..units import in_duration
 
 logger = logging.getLogger(__name__)
@@ -299,11 +299,6 @@ class Watch:
         if seconds.total > 0:
             self._steps.setdefault(step, {})[name] = seconds
 
-    def _better(self) -> Replanned | None:
-        """A plan worth a move, if there is one."""
-        found = replan(self._deployment.plan, self._known, self._watcher.present())
-        return found if found is not None and found.is_worth_it else None
-
     def _can_move(self, plan: Plan) -> bool:
         try:
             self._deployment.check_can_move(plan)
@@ -313,8 +308,8 @@ class Watch:
         return True
 
     def _advice(self) -> str:
-        found = self._better()
-        if found is None:
+        found = replan(self._deployment.plan, self._known, self._watcher.present())
+        if found is None or not found.is_worth_it:
             return (
                 f"Moving layers would not save {LEAST_GAIN:.0%} of the step; check what else "
                 "runs on the machine."

@@ -8,6 +8,7 @@ from __future__ import annotations
 import base64
 from collections.abc import Callable, Iterator
 from datetime import datetime
+from functools import partial
 from pathlib import Path
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
@@ -17,7 +18,7 @@ from ..telemetry.layer_ranges import Range
 from ..units import in_bytes, in_duration, in_micro_batches, in_percent
 from .charts import line_chart, shares_chart
 from .diagram import diagram
-from .run_record import LostWorker, RunRecord, findings
+from .run_record import LostWorker, RunRecord, TimelineStep, findings
 from .svg import FONTS, printable, style_sheet
 from .topology import topology_of
 
@@ -44,8 +45,6 @@ def report(record: RunRecord) -> str:
         record=record,
         summary=_summary(record),
         when=_when(record),
-        versions=_versions(record),
-        processes=_processes(record),
         key_numbers=key_numbers,
         columns=_columns(len(key_numbers)),
         missing=_missing(record),
@@ -55,10 +54,10 @@ def report(record: RunRecord) -> str:
         loss=_loss(record),
         shares=_shares(record),
         speed=_speed(record),
-        losses=_losses_of_workers(record),
+        losses=_lost(record),
         reasons=_reasons(record),
         compared=_compared(record),
-        figures=[_row(record, number) for number in record.process_numbers],
+        layers_of=partial(_layers_of, record),
         fonts=FONTS,
         picture_style=style_sheet(),
     )
@@ -75,7 +74,19 @@ def _environment() -> Environment:
     )
     # Scripts in an image do not run.
     found.filters["base64"] = lambda svg: base64.b64encode(svg.encode()).decode()
+    forms: dict[str, Callable[[float], str]] = {
+        "milliseconds": "{:.3g} ms".format,
+        "whole": "{:,.0f}".format,
+        "duration": in_duration,
+        "percent": in_percent,
+        "bytes": in_bytes,
+    }
+    found.filters |= {name: partial(_or_dash, form) for name, form in forms.items()}
     return found
+
+
+def _or_dash(form: Callable[[float], str], value: float | None) -> str:
+    return "–" if value is None else form(value)
 
 
 def _summary(record: RunRecord) -> str:
@@ -116,8 +127,10 @@ def _missing(record: RunRecord) -> str:
         parts.append("the loss (log one with self.log, and give the Trainer a CSVLogger)")
     if not record.process_numbers:
         parts.append("the processes and the speed (callback StageMonitor, with a CSVLogger)")
-    if not record.timeline or not _compared(record):
-        parts.append("a step's timeline and prediction (callback PipelineTimeline)")
+    if not record.timeline or not record.recorded.steps:
+        parts.append("a step's timeline (callback PipelineTimeline)")
+    elif not _compared(record):
+        parts.append("a step's prediction (plan='auto' or PipelineProfiler measures the devices)")
     return f"Not recorded in this run: {'; '.join(parts)}." if parts else ""
 
 
@@ -136,27 +149,6 @@ def _when(record: RunRecord) -> str:
 
 def _moment(when: datetime) -> str:
     return when.strftime("%d %B %Y at %H:%M %Z").strip()
-
-
-def _versions(record: RunRecord) -> str:
-    """The coordinator's libraries."""
-    processes = [] if record.facts is None else record.facts.processes
-    return ", ".join(f"{k} {v}" for p in processes[:1] for k, v in p.versions.items())
-
-
-def _processes(record: RunRecord) -> list[list[str]]:
-    """A row for each process, with its differences from the coordinator's libraries."""
-    processes = [] if record.facts is None else record.facts.processes
-    usual = processes[0].versions if processes else {}
-    return [
-        [
-            process.name,
-            process.host or "–",
-            process.device or "–",
-            ", ".join(f"{k} {v}" for k, v in process.versions.items() if usual.get(k) != v) or "–",
-        ]
-        for process in processes
-    ]
 
 
 def _topology(record: RunRecord) -> tuple[str, str]:
@@ -197,22 +189,6 @@ def _speed(record: RunRecord) -> str:
     return line_chart({"tokens per second": curve}, "Speed over steps", 190, from_zero=True)
 
 
-def _losses_of_workers(record: RunRecord) -> list[list[str]]:
-    """A row for each loss of a worker."""
-    return [
-        [
-            lost.place or lost.name,
-            str(lost.step),
-            lost.served_by or "–",
-            _duration(lost.serving_seconds),
-            _duration(lost.restoring_seconds),
-            _duration(lost.repeating_seconds),
-            lost.repeated or "–",
-        ]
-        for lost in _lost(record)
-    ]
-
-
 def _reasons(record: RunRecord) -> list[str]:
     """Why workers were lost; equal reasons once, with their workers."""
     found: dict[str, list[str]] = {}
@@ -226,42 +202,9 @@ def _lost(record: RunRecord) -> list[LostWorker]:
     return [] if record.facts is None else record.facts.losses[-_MOST_LOST:]
 
 
-def _duration(seconds: float | None) -> str:
-    return "–" if seconds is None else in_duration(seconds)
-
-
-def _compared(record: RunRecord) -> list[list[str]]:
-    """A row for each of the last steps with a prediction."""
-    return [
-        [
-            str(step.step),
-            in_duration(step.seconds),
-            in_duration(predicted.seconds),
-            in_percent(step.bubble_share),
-            in_percent(predicted.bubble_share),
-            predicted.source or "–",
-        ]
-        for step in record.recorded.steps
-        if (predicted := step.predicted) is not None
-    ][-_MOST_COMPARED:]
-
-
-def _row(record: RunRecord, number: int) -> list[str]:
-    def shown(name: str, form: Callable[[float], str]) -> str:
-        found = record.last if name.startswith("memory") else record.typical
-        value = found(f"stage/{number}/{name}")
-        return "–" if value is None else form(value)
-
-    return [
-        f"{number} · {record.name_of(number)}",
-        _layers_of(record, number),
-        shown("busy_share", in_percent),
-        shown("forward_ms", "{:.3g} ms".format),
-        shown("backward_ms", "{:.3g} ms".format),
-        shown("tokens_per_second", "{:,.0f}".format),
-        shown("memory_bytes", in_bytes),
-        shown("memory_peak_bytes", in_bytes),
-    ]
+def _compared(record: RunRecord) -> list[TimelineStep]:
+    """The last steps with a prediction."""
+    return [step for step in record.recorded.steps if step.predicted][-_MOST_COMPARED:]
 
 
 def _layers_of(record: RunRecord, number: int) -> str:

@@ -58,17 +58,26 @@ class PredictedStep(msgspec.Struct, frozen=True):
 
     seconds: float
     bubble_share: float
-    source: str = ""
 
 
-class TimelineStep(msgspec.Struct, frozen=True):
-    """A step in the timeline."""
+class TimelineStep(msgspec.Struct, frozen=True, omit_defaults=True):
+    """A step in the timeline.
+
+    Args:
+        step: The number of optimizer steps before it.
+        start_us: When it started, in microseconds since the first recorded step started.
+        end_us: When it ended.
+        bubble_share: The idle share of all processes' time.
+        predicted: Its prediction, if there is one.
+        num_dropped: How many spans the recorders dropped because their memory was full.
+    """
 
     step: int
     start_us: float
     end_us: float
     bubble_share: float
     predicted: PredictedStep | None = None
+    num_dropped: int = 0
 
     @property
     def seconds(self) -> float:
@@ -77,10 +86,21 @@ class TimelineStep(msgspec.Struct, frozen=True):
 
 
 class RecordedProcess(msgspec.Struct, frozen=True):
-    """A process in the timeline, as of its last step."""
+    """A process in the timeline, as of its last step.
+
+    Args:
+        name: The name in the plan.
+        ranges: Its layers.
+        process: The number of the process.
+        clock_offset_seconds: How far its clock was ahead of the coordinator's at the last ping.
+        clock_error_seconds: The largest possible error of its times.
+    """
 
     name: str
     ranges: tuple[Range, ...]
+    process: int = 0
+    clock_offset_seconds: float = 0.0
+    clock_error_seconds: float = 0.0
 
 
 class Recorded(msgspec.Struct, frozen=True):
@@ -246,6 +266,11 @@ class RunRecord:
         return f"{self.facts.model} · {self.name}" if self.facts is not None else self.name
 
     @property
+    def processes(self) -> list[Process]:
+        """Where the processes ran; empty if the run does not have facts."""
+        return [] if self.facts is None else self.facts.processes
+
+    @property
     def has_moved_since(self) -> bool:
         """Whether layers have moved since the timeline's last step."""
         if self.plan is None:
@@ -305,8 +330,7 @@ class RunRecord:
         A worker keeps its number when layers move. So the facts come first: their names are from
         the beginning of the run.
         """
-        names = [each.name for each in self.facts.processes] if self.facts else []
-        names = names or list(self.ranges)
+        names = [each.name for each in self.processes] or list(self.ranges)
         return names[number] if number < len(names) else f"worker {number}"
 
 
@@ -384,25 +408,10 @@ def _facts(path: Path) -> RunFacts:
     return msgspec.json.decode(path.read_bytes(), type=RunFacts)
 
 
-class _AnyTag(yaml.SafeLoader):
-    """Reads values of Python's own classes as their text, without making them."""
-
-
-def _text_of_node(loader: _AnyTag, _tag: str, node: yaml.Node) -> Any:
-    if isinstance(node, yaml.MappingNode):
-        return loader.construct_mapping(node, deep=True)
-    if isinstance(node, yaml.SequenceNode):
-        return loader.construct_sequence(node, deep=True)
-    return node.value
-
-
-_AnyTag.add_multi_constructor("", _text_of_node)
-
-
 def _hyperparameters(path: Path) -> dict[str, str]:
     try:
-        # The loader is a safe one: it makes no objects.
-        found = yaml.load(path.read_text(encoding="utf-8"), Loader=_AnyTag)  # noqa: S506
+        # This loader reads all values, of Python's own classes too, as text, and makes no objects.
+        found = yaml.load(path.read_text(encoding="utf-8"), Loader=yaml.BaseLoader)  # noqa: S506
     except yaml.YAMLError as error:
         raise ValueError(str(error)) from error
     return dict(_flat(found)) if isinstance(found, dict) else {}
@@ -413,7 +422,8 @@ def _flat(values: dict[Any, Any], prefix: str = "") -> Iterator[tuple[str, str]]
         if isinstance(value, dict) and value:
             yield from _flat(value, f"{prefix}{key}.")
         else:
-            yield f"{prefix}{key}", str(value)
+            shown = f"[{', '.join(map(str, value))}]" if isinstance(value, list) else str(value)
+            yield f"{prefix}{key}", shown
 
 
 def _metrics(path: Path) -> dict[str, Curve]:
@@ -553,14 +563,13 @@ def _of_bubble(record: RunRecord) -> Iterator[str]:
 def _of_links(record: RunRecord) -> Iterator[str]:
     packing = record.typical_of_processes("transferring_share")
     sending = record.typical_of_processes("sending_share")
-    much = {number: share for number, share in packing.items() if share > MUCH_TRANSFER}
-    for number, share in much.items():
-        what = f"{_said(record, number)} spends {in_percent(share)} of the step on transfers."
-        yield f"{what} {_FASTER_LINKS}"
-    for number, share in sending.items():
-        if share > MUCH_SENDING and number not in much:
-            what = f"{_said(record, number)} sends during {in_percent(share)} of the time."
-            yield f"{what} {_FASTER_LINKS}"
+    for number in sorted(packing.keys() | sending.keys()):
+        share, sent = packing.get(number, 0.0), sending.get(number, 0.0)
+        who = _said(record, number)
+        if share > MUCH_TRANSFER:
+            yield f"{who} spends {in_percent(share)} of the step on transfers. {_FASTER_LINKS}"
+        elif sent > MUCH_SENDING:
+            yield f"{who} sends during {in_percent(sent)} of the time. {_FASTER_LINKS}"
 
 
 def _of_prediction(record: RunRecord) -> Iterator[str]:

@@ -13,6 +13,7 @@ import re
 import unicodedata
 from collections.abc import Callable, Iterable, Sequence
 from itertools import pairwise, starmap
+from pathlib import Path
 from typing import TypeVar
 
 from ..errors import PictureError
@@ -220,65 +221,15 @@ FONTS = "Inter, 'Segoe UI', 'Helvetica Neue', Arial, 'DejaVu Sans', sans-serif"
 HUES = ("#2f6fde", "#0f9d76", "#d4772a", "#8b5cd6", "#cf4a6f", "#1795b8", "#7d8a22", "#a9633a")
 """The colours of machines and curves; they are readable on a light and on a dark background."""
 
-# Class: (property, light, dark).
-_COLOURS = {
-    "paper": ("fill", "#ffffff", "#10161f"),
-    "lane": ("fill", "#f3f6fa", "#151d29"),
-    "card": ("fill", "#f8fafc", "#1a2330"),
-    "edge": ("stroke", "#d5dce6", "#334155"),
-    "ink": ("fill", "#172033", "#e8edf4"),
-    "soft": ("fill", "#5b6880", "#9fb0c6"),
-    "track": ("fill", "#e3e8f0", "#2c394b"),
-    "pill": ("fill", "#e9eef6", "#27344a"),
-    "grid": ("stroke", "#e3e8f0", "#2c394b"),
-    "hatch": ("stroke", "#c4cad4", "#46566c"),
-    "of-weights": ("fill", "#3d4f70", "#b9c7e2"),
-    "of-training": ("fill", "#7d92b8", "#7f94ba"),
-    "of-in-flight": ("fill", "#d9a441", "#dba94c"),
-    "of-other": ("fill", "#b3bccb", "#56667f"),
-    "activation-line": ("stroke", "#2563c9", "#6ea3ff"),
-    "activation-head": ("fill", "#2563c9", "#6ea3ff"),
-    "token-line": ("stroke", "#5b6880", "#9fb0c6"),
-    "token-head": ("fill", "#5b6880", "#9fb0c6"),
-    "gradient-line": ("stroke", "#b4540f", "#f0a062"),
-    "gradient-head": ("fill", "#b4540f", "#f0a062"),
-    "exchange-line": ("stroke", "#b4540f", "#f0a062"),
-}
-
-_RULES = {
-    "title": "font-size:20px;font-weight:700",
-    "name": "font-size:14px;font-weight:700",
-    "strong": "font-size:13px;font-weight:700",
-    "normal": "font-size:12px",
-    "small": "font-size:11px",
-    "chip": "font-size:12px;font-weight:700;fill:#ffffff",
-    "inside": "font-size:12px;fill:#ffffff",
-    "edge": "stroke-width:1.2",
-    "hatch": "stroke-width:2",
-    "line": "fill:none;stroke-width:1.8",
-    "gradient-line": "stroke-dasharray:5 4",
-    "token-line": "stroke-dasharray:1.5 3.5",
-    "exchange-line": "stroke-dasharray:1.5 3.5",
-    "trace": "fill:none;stroke-width:1.8;stroke-linejoin:round",
-    "forward": "fill:#3b82c4",
-    "backward": "fill:#d9822b",
-    "loss": "fill:#8b5fbf",
-    "optimizer": "fill:#3a9d6e",
-    "lost": "fill:#c0392b",
-    "repeats": "fill:#c0392b;opacity:0.35",
-}
-
 
 def style_sheet() -> str:
     """The CSS rules for elements of class ``hetero``, with a dark mode."""
-    light = [f".hetero text{{font-family:{FONTS}}}"]
-    light += [f".hetero .{name}{{{rule}}}" for name, rule in _RULES.items()]
-    light += [f".hetero .{name}{{{key}:{one}}}" for name, (key, one, _) in _COLOURS.items()]
-    for number, hue in enumerate(HUES):
-        light.append(f".hetero .hue-{number}{{fill:{hue}}}")
-        light.append(f".hetero .stroke-{number}{{stroke:{hue}}}")
-    dark = [f".hetero .{name}{{{key}:{two}}}" for name, (key, _, two) in _COLOURS.items()]
-    return f"{''.join(light)}@media(prefers-color-scheme:dark){{{''.join(dark)}}}"
+    hues = (
+        f".hetero .hue-{number}{{fill:{hue}}}.hetero .stroke-{number}{{stroke:{hue}}}"
+        for number, hue in enumerate(HUES)
+    )
+    rules = Path(__file__).with_name("picture.css").read_text(encoding="utf-8")
+    return f".hetero text{{font-family:{FONTS}}}{''.join(hues)}{rules}"
 
 
 def hue(number: int) -> str:

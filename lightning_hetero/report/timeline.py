@@ -104,14 +104,8 @@ def _measured(step: RecordedStep) -> _Panel:
 
 
 def _predicted(prediction: Prediction) -> _Panel:
-    sources = {
-        "profile": "from the profile",
-        "this step's own times": "from the mean times of this step",
-    }
-    title = (
-        f"Simulated {sources[prediction.source]}: {in_duration(prediction.seconds)}, "
-        f"bubble {in_percent(prediction.bubble)}"
-    )
+    lasts, bubble = in_duration(prediction.seconds), in_percent(prediction.bubble)
+    title = f"Simulated from the profile: {lasts}, bubble {bubble}"
     return _Panel(title, prediction.processes, 0.0, prediction.seconds, prediction.seconds)
 
 

@@ -21,7 +21,7 @@ from ..plan import COORDINATOR, Plan, StagePlan
 from ..planner.candidates import Candidate
 from ..planner.costs import Need
 from ..planner.feasibility import as_measured, candidate_of
-from ..planner.profile import ENDS, Profile
+from ..planner.profile import ENDS, Link, Profile
 from ..telemetry.layer_ranges import Range, Ranges, layers_as_text, ranges_of
 from ..units import in_bytes_per_second, in_micro_batches, in_percent, in_seconds, in_short_bytes
 
@@ -100,27 +100,19 @@ class DrawnPlace:
 
 
 @dataclass(frozen=True)
-class DrawnSpeed:
-    """One direction of a link."""
-
-    bytes_per_second: float
-    latency_seconds: float
-
-
-@dataclass(frozen=True)
 class DrawnLink:
     """The link between two places, in both directions.
 
     Args:
-        forward: The speed of activations.
-        backward: The speed of gradients.
+        forward: The measured link of activations.
+        backward: The measured link of gradients.
         activation_dtype: The dtype of rounded activations on this link.
         gradient_dtype: The dtype of rounded gradients on this link.
         is_one_way: Whether only token ids cross the link, without gradients in return.
     """
 
-    forward: DrawnSpeed | None = None
-    backward: DrawnSpeed | None = None
+    forward: Link | None = None
+    backward: Link | None = None
     activation_dtype: str | None = None
     gradient_dtype: str | None = None
     is_one_way: bool = False
@@ -216,6 +208,10 @@ class Topology:
         has_head = not any(HEAD in place.marks for place in self.workers)
         return [*ends, *first], [*last, *[HEAD] * has_head, "loss"]
 
+    def shown(self, part: str) -> str:
+        """The name of an own part, with a word on a frozen one."""
+        return f"{part}, frozen" if part in self.frozen_ends else part
+
     @property
     def machines(self) -> list[str]:
         """The machines without repetition, in the order of the places."""
@@ -259,7 +255,7 @@ def short_device(name: str, fits: Callable[[str], bool]) -> str:
     return shorter
 
 
-def speed_as_text(speed: DrawnSpeed) -> tuple[str, str]:
+def speed_as_text(speed: Link) -> tuple[str, str]:
     """Bandwidth and latency."""
     return in_bytes_per_second(speed.bytes_per_second), in_seconds(speed.latency_seconds)
 
@@ -449,10 +445,7 @@ def _by_part(need: Need) -> Mapping[str, float]:
 
 def _measured(bare: Topology, hops: Sequence[DrawnHop], profile: Profile) -> list[DrawnHop]:
     """The hops with the measured speeds."""
-    speeds = {
-        (link.source, link.target): DrawnSpeed(link.bytes_per_second, link.latency_seconds)
-        for link in profile.links
-    }
+    speeds = {(link.source, link.target): link for link in profile.links}
     names = [place.name for place in bare.places]
     found = []
     for hop in hops:

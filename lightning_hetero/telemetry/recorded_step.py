@@ -12,26 +12,24 @@ The planner's simulator predicts a step from the same plan.
 from __future__ import annotations
 
 import dataclasses
-import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Literal
 
 from msgspec.structs import replace
 from numpy import interp
 
 from ..errors import ChannelError, PlanError
 from ..pipeline.placement import Placement
-from ..pipeline.rule import Action, starts_first_with
+from ..pipeline.rule import Action
 from ..plan import Plan
 from ..planner.bounds import least_bottleneck
 from ..planner.candidates import Costs
 from ..planner.feasibility import as_measured, candidate_of
 from ..planner.profile import Profile
 from ..planner.search import speeds_of
-from ..planner.simulation import LOSS, Simulation, predict
-from ..planner.step_model import Hop, Pipeline, Replicas, Speed, StageTimes
+from ..planner.simulation import LOSS
+from ..planner.step_model import Speed
 from ..protocol.fields import ACTIONS, ClockSample, Span, SpanKind
 from .layer_ranges import Ranges, ranges_of
 
@@ -101,28 +99,8 @@ def align(samples: Iterable[ClockSample]) -> ClockMap:
 _LETTERS: dict[SpanKind, str] = {"forward": "F", "backward": "B", "loss": "L"}
 
 
-class Spans:
-    """Sums over the spans of a process, or of one of its stages."""
-
-    spans: Sequence[Span]
-
-    @property
-    def actions(self) -> list[Span]:
-        """The spans of computation."""
-        return [span for span in self.spans if span.kind in ACTIONS]
-
-    def seconds(self, *kinds: SpanKind) -> float:
-        """The time of all spans of these kinds; time in which spans overlap counts once."""
-        total, free = 0.0, float("-inf")
-        for span in self.spans:
-            if span.kind in kinds:
-                total += max(0.0, span.end_seconds - max(span.start_seconds, free))
-                free = max(free, span.end_seconds)
-        return total
-
-
 @dataclass(frozen=True)
-class ProcessSpans(Spans):
+class ProcessSpans:
     """The work of one process in a step, in all its stages.
 
     Args:
@@ -140,6 +118,20 @@ class ProcessSpans(Spans):
     clock: ClockMap = SAME_CLOCK
 
     @property
+    def actions(self) -> list[Span]:
+        """The spans of computation."""
+        return [span for span in self.spans if span.kind in ACTIONS]
+
+    def seconds(self, *kinds: SpanKind) -> float:
+        """The time of all spans of these kinds; time in which spans overlap counts once."""
+        total, free = 0.0, float("-inf")
+        for span in self.spans:
+            if span.kind in kinds:
+                total += max(0.0, span.end_seconds - max(span.start_seconds, free))
+                free = max(free, span.end_seconds)
+        return total
+
+    @property
     def computing_seconds(self) -> float:
         """The time of its actions, without the waiting and packing inside them."""
         inside = (span for span in self.spans if span.kind in ("wait", "pack"))
@@ -154,24 +146,6 @@ def name_of(span: Span) -> str:
         return span.message or span.kind
     visit = f".{span.visit}" if span.visit else ""
     return f"{span.stage}{_LETTERS[span.kind]}{span.microbatch}{visit}"
-
-
-@dataclass(frozen=True)
-class StageSpans(Spans):
-    """The work of one process for one stage in a step, as the simulator sees it.
-
-    Args:
-        stage: The number of the stage; 0 is the coordinator's.
-        process: The number of the process.
-        worker: The name of the process.
-        spans: Its actions in the stage, and its messages. The span of a message has the number of
-            the receiving stage. The optimizer's step of a process belongs to its first stage.
-    """
-
-    stage: int
-    process: int
-    worker: str
-    spans: Sequence[Span]
 
 
 @dataclass(frozen=True)
@@ -270,32 +244,6 @@ class RecordedStep:
         busy = sum(each.computing_seconds for each in self.processes)
         return 1 - busy / (len(self.processes) * self.seconds) if self.seconds > 0 else 0.0
 
-    @cached_property
-    def stages(self) -> list[StageSpans]:
-        """The stages by their numbers; a stage with replicas comes once for each worker."""
-        coordinator, *workers = self.processes
-        found = [StageSpans(0, 0, coordinator.name, coordinator.spans)]
-        num_stages = 1 + max((held.stage for each in workers for held in each.ranges), default=0)
-        for process in workers:
-            for place, held in enumerate(process.ranges):
-                own = [
-                    span
-                    for span in process.spans
-                    if _stage_of(span, num_stages) == held.stage
-                    or (span.kind == "optimizer" and place == 0)
-                ]
-                found.append(StageSpans(held.stage, process.number, process.name, own))
-        return sorted(found, key=lambda stage: (stage.stage, stage.process))
-
-
-def _stage_of(span: Span, num_stages: int) -> int | None:
-    """The computing or sending stage; None for a span outside all stages."""
-    if span.kind in ("forward", "backward"):
-        return span.stage
-    # The span of a message names the receiving stage.
-    sent = span.kind == "send" and {"Activation": -1, "Gradient": 1}.get(span.message)
-    return (span.stage + sent) % num_stages if sent else None
-
 
 def recorded_step(
     step: int,
@@ -360,155 +308,31 @@ def _is_in(span: Span, other: Span) -> bool:
     return other.start_seconds <= span.start_seconds and span.end_seconds <= other.end_seconds
 
 
-Source = Literal["profile", "this step's own times"]
-
-
 @dataclass(frozen=True)
 class Prediction:
-    """A step as the simulator predicts it.
+    """A step as the simulator predicts it from the profile measured before the run.
 
     Args:
-        source: The times for the simulator: the profile measured before the run, or, without a
-            profile, the mean times of the recorded step itself. Means do not show why the times of
-            one step differ.
         seconds: The duration of the step.
         bubble: The idle share of all processes' time.
         processes: The actions of each process, including the optimizer's step. Their seconds count
             from the start of the first action.
     """
 
-    source: Source
     seconds: float
     bubble: float
     processes: Sequence[ProcessSpans]
 
 
 def prediction_of(step: RecordedStep, plan: Plan, profile: Profile | None) -> Prediction | None:
-    """The prediction of a step.
-
-    None for steps unknown to the simulator: a micro-batch passes through the stages several times,
-    the batch is cut at the boundary only, or the batches of the window have different numbers of
-    micro-batches. Without a profile it is also None if the coordinator is a replica: the step does
-    not show the time of its layers alone there.
-    """
-    if profile is not None:
-        try:
-            window = replace(profile, accumulate_grad_batches=step.num_batches)
-            candidate = candidate_of(plan, window)
-        except PlanError:
-            pass
-        else:
-            return _prediction(step, plan, "profile", candidate.pipeline, candidate.simulation)
-    pipeline = pipeline_of(step, plan)
-    if pipeline is None:
+    """The prediction of a step; None without a profile, or if the plan does not fit it."""
+    if profile is None:
         return None
-    return _prediction(step, plan, "this step's own times", pipeline, predict(pipeline))
-
-
-def bound_seconds(plan: Plan, profile: Profile) -> float:
-    """The duration of the step if the speeds of all measured devices added up."""
-    profile = profile.of_one_batch
-    costs, plan = Costs(profile, {}), as_measured(plan, profile)
-    speeds = speeds_of(costs, profile.workers, plan.micro_batches)
-    endless = [Speed(speed.layer_seconds, speed.fixed_seconds) for speed in speeds]
-    return plan.micro_batches * least_bottleneck(endless, len(profile.model.layers))
-
-
-def pipeline_of(step: RecordedStep, plan: Plan) -> Pipeline | None:
-    """The pipeline with the mean times of the step, if it can be simulated."""
-    first, num_batches = step.stages[0], step.num_batches
-    count = _count(first, "forward")
-    # If the backward of a loss waits for the next batch, it has a span of its own.
-    backwards = [span for span in first.spans if span.kind == "backward"]
-    late = [span for span in backwards if span.visit] if num_batches > 1 else []
-    actions = [span for stage in step.stages for span in stage.actions]
-    is_plain = count % num_batches == 0 and sum(bool(span.visit) for span in actions) == len(late)
-    placement = Placement.of(plan)
-    if len(step.stages) < 2 or not is_plain or not 0 < count == _count(first, "loss"):
+    try:
+        candidate = candidate_of(plan, replace(profile, accumulate_grad_batches=step.num_batches))
+    except PlanError:
         return None
-    if placement.hosted is not None:
-        return None
-    held = {(each.stage, each.worker): each for each in step.stages}
-    order = [(stage, name) for stage in placement.stages for name in stage.processes]
-    if any((stage.number, name) not in held for stage, name in order):
-        return None  # a lost process has no record
-    own = dataclasses.replace(first, spans=[span for span in first.spans if span not in late])
-    entries = [own, *(held[stage.number, name] for stage, name in order)]
-    there, back = _hops(entries, "Activation", 1), _hops(entries, "Gradient", -1)
-    replicas = None
-    if placement.has_replicas:
-        shares = [share for stage in placement.stages for share in stage.shares]
-        replicas = Replicas([each.stage for each in entries], [1, *shares], there, back)
-    late_seconds = _mean_seconds(late)
-    return Pipeline(
-        [*map(_times, entries)],
-        (first.seconds("loss") + len(late) * late_seconds) / count,
-        [] if replicas else [*there.values()],
-        [] if replicas else [*back.values()],
-        count,
-        min(plan.max_in_flight, count),
-        starts_first_with(*plan.own_counts),
-        max_started=plan.max_started,
-        processes=[placement.processes.index(each.worker) for each in entries],
-        replicas=replicas,
-        num_batches=num_batches,
-        loss_backward_seconds=late_seconds,
-        loss_waits=bool(late),
-    )
-
-
-def _hops(
-    entries: Sequence[StageSpans], message: str, direction: int
-) -> dict[tuple[int, int], Hop]:
-    """The hop of a message from each stage to the next one, by their places in the list."""
-    num_stages = entries[-1].stage + 1
-    return {
-        (index, other): _hop(entries, one, two, message)
-        for index, one in enumerate(entries)
-        for other, two in enumerate(entries)
-        if two.stage == (one.stage + direction) % num_stages
-    }
-
-
-def _times(stage: StageSpans) -> StageTimes:
-    return StageTimes(_mean(stage, "forward"), _mean(stage, "backward"), stage.seconds("optimizer"))
-
-
-def _mean(stage: StageSpans, kind: SpanKind) -> float:
-    return _mean_seconds(span for span in stage.spans if span.kind == kind)
-
-
-def _count(stage: StageSpans, kind: SpanKind) -> int:
-    return sum(span.kind == kind for span in stage.spans)
-
-
-def _hop(stages: Sequence[StageSpans], one: StageSpans, other: StageSpans, message: str) -> Hop:
-    """The mean time of a message from a stage to another one, or over the coordinator if the
-    coordinator forwards between the two; zero inside a process.
-    """
-    name = f"{one.process} to {other.process}"
-    if one.process == other.process:
-        return Hop(name, 0.0)
-
-    def sends(source: StageSpans, taken_by: int) -> list[Span]:
-        ends = taken_by, other.stage, message
-        sent = (span for span in source.spans if span.kind == "send")
-        return [span for span in sent if (span.peer, span.stage, span.message) == ends]
-
-    legs = [sends(one, other.process)]
-    if one.process and other.process and (forwarded := sends(one, 0)):
-        legs = [forwarded, sends(stages[0], other.process)]
-    return Hop(name, sum(map(_mean_seconds, legs)))
-
-
-def _mean_seconds(spans: Iterable[Span]) -> float:
-    found = [_seconds(span) for span in spans]
-    return statistics.fmean(found) if found else 0.0
-
-
-def _prediction(
-    step: RecordedStep, plan: Plan, source: Source, pipeline: Pipeline, played: Simulation
-) -> Prediction:
+    pipeline, played = candidate.pipeline, candidate.simulation
     end = max((span.end_seconds for span in played.spans), default=0.0) + pipeline.exchange_seconds
     names = Placement.of(plan).processes
     spans: dict[str, list[Span]] = {name: [] for name in names}
@@ -527,7 +351,7 @@ def _prediction(
         dataclasses.replace(process, spans=spans[process.name], clock=SAME_CLOCK)
         for process in step.processes
     ]
-    return Prediction(source, played.step_seconds, played.bubble, found)
+    return Prediction(played.step_seconds, played.bubble, found)
 
 
 def _shown(action: Action) -> tuple[SpanKind, int]:
@@ -535,3 +359,12 @@ def _shown(action: Action) -> tuple[SpanKind, int]:
     if action.stage_index == 0 and action.key.visit == LOSS:
         return ("loss", 0) if action.kind == "F" else ("backward", LOSS)
     return ("backward" if action.kind == "B" else "forward"), 0
+
+
+def bound_seconds(plan: Plan, profile: Profile) -> float:
+    """The duration of the step if the speeds of all measured devices added up."""
+    profile = profile.of_one_batch
+    costs, plan = Costs(profile, {}), as_measured(plan, profile)
+    speeds = speeds_of(costs, profile.workers, plan.micro_batches)
+    endless = [Speed(speed.layer_seconds, speed.fixed_seconds) for speed in speeds]
+    return plan.micro_batches * least_bottleneck(endless, len(profile.model.layers))

@@ -73,6 +73,10 @@ class Connection(Protocol):
             sure_bytes: The number of bytes certain to come. The call may wait for them.
         """
 
+    @property
+    def has_ahead(self) -> bool:
+        """Whether bytes have been read for later calls of `receive_into`; these do not wait."""
+
     def send(self, buffers: Sequence[memoryview]) -> int:
         """Send some bytes of the buffers; return the number of bytes to skip in the next call.
 
@@ -131,6 +135,10 @@ class SocketConnection:
         buffer[: len(part)] = part
         self._ahead = self._ahead[len(part) :]
         return len(part)
+
+    @property
+    def has_ahead(self) -> bool:
+        return bool(self._ahead)
 
     def _receive(self, buffer: memoryview, sure_bytes: int) -> int:
         self._await(awaited_bytes(sure_bytes))

@@ -64,9 +64,11 @@ def receive_some(
         RemoteProtocolError: If the bytes are not a frame.
     """
     missing = reader.buffer()
-    num_bytes = connection.receive_into(missing, sure_bytes=len(missing))
-    if num_bytes > 0:
-        return reader.advance(num_bytes)
+    while (num_bytes := connection.receive_into(missing, sure_bytes=len(missing))) > 0:
+        frame = reader.advance(num_bytes)
+        if frame is not None or not connection.has_ahead:
+            return frame
+        missing = reader.buffer()
     try:
         reader.close()
     except RemoteProtocolError as error:

@@ -380,6 +380,11 @@ class TlsConnection:
             with self._lock:
                 self._incoming.write(self._arrived[:num_arrived])
 
+    @property
+    def has_ahead(self) -> bool:
+        with self._lock:
+            return self._tls.pending() > 0
+
     def send(self, buffers: Sequence[memoryview]) -> int:
         if not self._unsent:
             with self._lock:

@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -125,11 +126,12 @@ class TrainingBench:
     Args:
         device: The device.
         folder: For the token of the workers, and for temporary files.
+        exits: Ends the workers.
     """
 
     device: torch.device
     folder: Path
-    _exits: ExitStack = field(default_factory=ExitStack)
+    exits: ExitStack
     _addresses: dict[str, str] = field(default_factory=dict)
 
     @property
@@ -145,17 +147,13 @@ class TrainingBench:
         own = str(self.device)
         return [(own, own)] if own == "cpu" else [(own, own), (own, "cpu"), ("cpu", own)]
 
-    def close(self) -> None:
-        """End the workers."""
-        self._exits.close()
-
     def worker_on(self, device: str) -> str:
         """The address of a worker on a device."""
         if device not in self._addresses:
             token, file = Token.new(), self._token_file(device)
             write_token_file(file, token)
             workers = start_local_workers([device], torch.get_num_threads(), token=token)
-            self._exits.callback(stop_local_workers, workers)
+            self.exits.callback(stop_local_workers, workers)
             workers[0].wait_until_ready()
             self._addresses[device] = str(workers[0].address)
         return self._addresses[device]
@@ -215,19 +213,16 @@ def check_device(device: torch.device) -> Iterator[CheckFinding]:
 
     A failing part is a finding too, and the others go on.
     """
-    with tempfile.TemporaryDirectory() as folder:
-        bench = TrainingBench(device, Path(folder))
-        try:
-            for check in CHECKS:
-                try:
-                    yield from check(bench)
-                except (HeteroError, RuntimeError, ImportError, ValueError) as error:
-                    what = (check.__doc__ or "").rstrip(".")
-                    # Some errors of torch go on for pages.
-                    said = str(error).partition("\n")[0][:_MOST_SAID]
-                    yield CheckFinding(what, f"{type(error).__name__}: {said}", is_good=False)
-        finally:
-            bench.close()
+    with tempfile.TemporaryDirectory() as folder, ExitStack() as exits:
+        bench = TrainingBench(device, Path(folder), exits)
+        for check in CHECKS:
+            try:
+                yield from check(bench)
+            except (HeteroError, RuntimeError, ImportError, ValueError) as error:
+                what = (check.__doc__ or "").rstrip(".")
+                # Some errors of torch go on for pages.
+                said = str(error).partition("\n")[0][:_MOST_SAID]
+                yield CheckFinding(what, f"{type(error).__name__}: {said}", is_good=False)
 
 
 def losses(bench: TrainingBench) -> Iterator[CheckFinding]:
@@ -290,7 +285,7 @@ def copies(bench: TrainingBench) -> Iterator[CheckFinding]:
         ("pinned", torch.zeros(COPIED_BYTES // 4).pin_memory()),
     ):
         for way, (target, source) in {"to": (on_device, host), "from": (host, on_device)}.items():
-            copy = _copying(target, source)
+            copy = partial(target.copy_, source, non_blocking=True)
             rate = COPIED_BYTES / _seconds_of(device, copy) / 1e9
             yield CheckFinding(f"copies {way} the device, {kind} memory", f"{rate:.1f} GB/s")
     hidden = _hidden_share(device, on_device)
@@ -436,14 +431,7 @@ def _in_four_bits(folder: Path) -> Callable[[Any], Any]:
     return prepare
 
 
-def _copying(target: Tensor, source: Tensor) -> Callable[[], None]:
-    def copy() -> None:
-        target.copy_(source, non_blocking=True)
-
-    return copy
-
-
-def _seconds_of(device: Device, work: Callable[[], None]) -> float:
+def _seconds_of(device: Device, work: Callable[[], object]) -> float:
     """Median of three, on an idle device, until it is idle again; one run before to warm up."""
     work()
     taken = []

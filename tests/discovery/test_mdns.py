@@ -73,8 +73,6 @@ def test_only_the_token_recognises_an_announcement() -> None:
         {"port": 9998},
         {"hosts": ("10.0.0.7",)},
         {"hosts": ("10.0.0.7", "192.168.1.8")},
-        {"protocol": "0"},
-        {"version": "9.9"},
         {"nonce": "0" * 32},
         {"tag": "0" * 64},
         {"tag": ""},
@@ -99,7 +97,7 @@ def test_announcements_hide_the_token_and_which_workers_share_it() -> None:
     assert one.instance in f"worker-{one.nonce}"
 
 
-@pytest.mark.parametrize("missing", ["protocol", "version", "nonce", "tag"])
+@pytest.mark.parametrize("missing", ["nonce", "tag"])
 def test_an_announcement_needs_every_field(missing: str) -> None:
     announcement = Recogniser(Token.new()).announcement(HOSTS, 9999)
     assert heard(announcement, **{missing: ""}) is None
@@ -108,7 +106,7 @@ def test_an_announcement_needs_every_field(missing: str) -> None:
 
 
 def test_any_bytes_may_come() -> None:
-    properties = dict.fromkeys((b"protocol", b"version", b"nonce", b"tag"), b"\xff\x00\n")
+    properties = dict.fromkeys((b"nonce", b"tag"), b"\xff\x00\n")
     announcement = Announcement.heard(["no address", "::1%lo"] * 20, 1, properties)
     assert announcement is not None
     assert len(announcement.hosts) == MOST_HOSTS

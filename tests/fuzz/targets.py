@@ -14,7 +14,7 @@ import psutil
 
 from lightning_hetero.errors import HeteroError, RemoteProtocolError
 from lightning_hetero.launch import join
-from lightning_hetero.launch.join import Door, open_door
+from lightning_hetero.launch.join import Door
 from lightning_hetero.pipeline.codec import decode_activation, decode_arguments, decode_gradients
 from lightning_hetero.protocol import messages as m
 from lightning_hetero.protocol.bases import State
@@ -166,7 +166,7 @@ class OpenDoor:
 def fuzzed_door() -> Iterator[OpenDoor]:
     """A door on a free loopback port, without a token, which nobody but `OpenDoor` watches."""
     where, silent = Address("127.0.0.1", 0), lambda _line: None
-    opened = open_door(where, Identity(), Deadlines(), least=2**20, say=silent)
+    opened = Door(where, Identity(), Deadlines(), least=2**20, say=silent)
     found = OpenDoor(opened)
     handler = logging.Handler(logging.ERROR)
     handler.emit = lambda record: found.faults.append(  # type: ignore[method-assign]

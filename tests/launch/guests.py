@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 
-from lightning_hetero.launch.join import Door, open_door
+from lightning_hetero.launch.join import Door
 from lightning_hetero.protocol.messages import Equipment
 from lightning_hetero.transport.address import Address
 from lightning_hetero.transport.compatibility import Identity
@@ -34,7 +34,7 @@ def door(
     deadlines: Deadlines = CALM,
 ) -> Iterator[Door]:
     """A door on a free loopback port, for the block."""
-    opened = open_door(Address("127.0.0.1", 0), identity, deadlines, least, named)
+    opened = Door(Address("127.0.0.1", 0), identity, deadlines, least, named)
     try:
         yield opened
     finally:

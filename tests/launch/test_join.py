@@ -338,18 +338,18 @@ def test_after_the_end_nobody_listens_and_who_waits_hears_it() -> None:
 def test_beyond_loopback_a_door_needs_a_token() -> None:
     told = "A coordinator without a token listens on loopback only, .* `token_file=`"
     with pytest.raises(WorkerError, match=told):
-        joins.open_door(Address("0.0.0.0", 0), Identity(), CALM, 1)  # noqa: S104
+        joins.Door(Address("0.0.0.0", 0), Identity(), CALM, 1)  # noqa: S104
     with pytest.raises(JoinError, match="on another machine, so it takes a token"):
         join(Address("192.0.2.1", 7070), "a", LISTENER, CALM, Identity())
-    joins.open_door(Address("0.0.0.0", 0), WITH_TOKEN, CALM, 1).close()  # noqa: S104
-    joins.open_door(Address("127.0.0.1", 0), Identity(), CALM, 1).close()
+    joins.Door(Address("0.0.0.0", 0), WITH_TOKEN, CALM, 1).close()  # noqa: S104
+    joins.Door(Address("127.0.0.1", 0), Identity(), CALM, 1).close()
 
 
 def test_a_port_that_is_in_use_is_an_error_with_the_remedy_for_a_coordinator() -> None:
     with door() as opened:
         told = f"Cannot listen on {opened.address}: .* `listen=` here and `--join` of the workers"
         with pytest.raises(WorkerError, match=told):
-            joins.open_door(opened.address, WITH_TOKEN, CALM, 1)
+            joins.Door(opened.address, WITH_TOKEN, CALM, 1)
 
 
 @pytest.mark.parametrize(

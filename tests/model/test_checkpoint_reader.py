@@ -530,15 +530,6 @@ def test_other_kinds_of_quantisation_are_refused(
 # What is missing, damaged or of another model.
 
 
-def test_a_name_that_the_model_does_not_have_is_refused(
-    tmp_path: Path, llama: PreTrainedModel
-) -> None:
-    opened = Checkpoint.open(tmp_path, on_meta(llama))
-    assert "model.layers.9.mlp.up_proj.weight" not in opened
-    with pytest.raises(CheckpointError, match=r"'model\.layers\.9\.mlp.*`named_parameters"):
-        opened.read("model.layers.9.mlp.up_proj.weight")
-
-
 def test_a_folder_with_only_pickled_weights_is_refused(
     tmp_path: Path, llama: PreTrainedModel
 ) -> None:

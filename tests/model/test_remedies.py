@@ -1290,11 +1290,6 @@ ON_DISK = [
         loads(),
     ),
     follows(
-        "use a name from the model's `named_parameters()`, or a buffer's from its `state_dict()`",
-        opened("lm_head.wieght"),
-        opened("lm_head.weight"),
-    ),
-    follows(
         "is not the index of a checkpoint: …. Download it again.",
         with_index("{}"),
         loads(),

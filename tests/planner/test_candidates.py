@@ -14,6 +14,7 @@ from lightning_hetero.pipeline.rule import starts_first_with
 from lightning_hetero.plan import COORDINATOR, Plan, StagePlan
 from lightning_hetero.planner.arrangements import Arrangement, place, place_at, place_in
 from lightning_hetero.planner.candidates import Candidate, Costs
+from lightning_hetero.planner.costs import Left
 from lightning_hetero.planner.feasibility import candidate_of
 from lightning_hetero.planner.profile import EMBEDDING, HEAD, Link, Part, Profile
 from lightning_hetero.planner.replica_teams import Tables
@@ -45,7 +46,7 @@ def costs() -> Costs:
 
 
 def line(of: Costs, workers: Sequence[str], pieces: int, left: bool = False) -> Arrangement:
-    return Arrangement.line(Tables(of), workers, pieces, (left, False))
+    return Arrangement.line(Tables(of), workers, pieces, Left(left))
 
 
 def way(*workers: str, pieces: int = 4, left: bool = False) -> Arrangement:
@@ -181,7 +182,7 @@ def test_the_embedding_leaves_where_the_links_gain_more_than_the_worker_loses(
     )
     found = Search(Costs(given, {}), [8]).best_with(["w"])
     assert found is not None
-    assert found.embedding_left is leaves
+    assert found.left.embedding is leaves
 
 
 @pytest.mark.parametrize(("pieces", "size"), [(1, 10), (3, 4), (4, 3), (10, 1)])

@@ -17,6 +17,7 @@ from lightning_hetero.planner.costs import (
     BothEnds,
     Cost,
     Holder,
+    Left,
     Need,
     allowed_dtypes,
     cost_at,
@@ -155,7 +156,7 @@ def costs_with(own: DeviceProfile, **model: object) -> Costs:
 
 
 def own_with(own: DeviceProfile, embedding_left: bool = False, **model: object) -> BothEnds:
-    return costs_with(own, **model).both_ends(1, embedding_left)
+    return costs_with(own, **model).both_ends(1, Left(embedding_left))
 
 
 def need_of(own: BothEnds, first: int, end: int, in_flight: int, again: bool = False) -> Need:

@@ -70,7 +70,7 @@ def test_a_plan_of_any_shape_is_predicted_as_it_is(given: Plan) -> None:
     assert check_plan(given, cluster()) == []
     candidate = candidate_of(given, cluster())
     assert candidate.plan().stages == given.stages
-    assert candidate.embedding_left == any(stage.embedding for stage in given.stages)
+    assert candidate.left.embedding == any(stage.embedding for stage in given.stages)
     # A layer takes 2 seconds everywhere, and the ends take none.
     held = {name: sum(s.num_layers for s in candidate.seats_of(name)) for name in given.workers}
     assert {n: s for n, s in candidate.process_seconds.items() if n != "coordinator"} == {
@@ -201,7 +201,7 @@ def small_cluster(
 
 def candidate(of: Profile, layers: int, in_flight: int = 2) -> Candidate:
     costs = Costs(of, {})
-    own = costs.both_ends(1, embedding_left=False)
+    own = costs.both_ends(1)
     option = costs.holder("old-tower", 1).option("float32", False)
     seats = [
         Seat(COORDINATOR, (0, 0), own.front.options[0], (EMBEDDING,)),

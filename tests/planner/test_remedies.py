@@ -7,9 +7,10 @@ from msgspec.structs import replace
 
 from lightning_hetero.plan import Plan, StagePlan
 from lightning_hetero.planner.profile import Link, Profile
+from lightning_hetero.planner.remedies import fastest_with_script
 from lightning_hetero.planner.simulation import simulate
 from lightning_hetero.planner.solver import Wishes, predict_given, solve
-from lightning_hetero.planner.verdict import Verdict, judge, sentences, tokens_per_second
+from lightning_hetero.planner.verdict import Verdict, judge, sentences
 
 from .fleets import fleet
 from .profiles import coordinator, device, ends, profile
@@ -41,9 +42,9 @@ def test_batches_at_once_use_unequal_cards(
     assert verdict.best_single is not None
     found = verdict.at_once
     assert found is not None
-    assert tokens_per_second(found.candidate) / verdict.best_single[1] >= least
+    assert found.candidate.tokens_per_second / verdict.best_single[1] >= least
     assert found.times_as_fast == pytest.approx(
-        tokens_per_second(found.candidate) / verdict.tokens_per_second
+        found.candidate.tokens_per_second / verdict.candidate.tokens_per_second
     )
     settings = f"`windows(loader, {count})` or one batch of {count} samples in place of"
     assert settings in said(verdict)
@@ -85,11 +86,12 @@ def test_a_plan_that_gains_is_compared_with_the_batches_of_its_window_alone() ->
 def test_the_script_belongs_on_the_fastest_device() -> None:
     """A slow coordinator's head takes longer than all layers of its worker."""
     own = coordinator([*ends(30, 60), *device("", 10, 20).timings])
-    verdict = judged(profile(4, [device("card", 1, 2)], own, batch_size=8))
-    name, rate = verdict.script or ("", 0.0)
+    solution = solve(profile(4, [device("card", 1, 2)], own, batch_size=8))
+    name, alone = fastest_with_script(solution.search) or ("", solution.chosen)
     assert name == "card"
     # Head and embedding are ten times as fast there: 9 s each, for any size; the layers 12 s.
-    assert rate == pytest.approx(8 / (8 * 12 + 18))
+    assert alone.tokens_per_second == pytest.approx(8 / (8 * 12 + 18))
+    verdict = judge(solution)
     assert "start the script on card: with the embedding, the head and the loss there" in said(
         verdict
     )
@@ -97,9 +99,9 @@ def test_the_script_belongs_on_the_fastest_device() -> None:
 
 def test_the_script_stays_where_it_is_if_no_worker_is_faster() -> None:
     own = coordinator([*ends(1, 2), *device("", 1, 2).timings])
-    assert judged(profile(4, [device("card", 1, 2)], own, batch_size=8)).script is None
+    assert judged(profile(4, [device("card", 1, 2)], own, batch_size=8)).script == ""
     # Without a layer on the coordinator nobody knows how fast its head is elsewhere.
-    assert judged(profile(4, [device("card", 1, 2)], batch_size=8)).script is None
+    assert judged(profile(4, [device("card", 1, 2)], batch_size=8)).script == ""
 
 
 def test_a_given_plan_is_compared_with_itself() -> None:

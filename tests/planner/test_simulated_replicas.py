@@ -5,11 +5,9 @@ from __future__ import annotations
 from dataclasses import replace
 from itertools import pairwise
 
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lightning_hetero.errors import PlanError
 from lightning_hetero.pipeline.placement import turns
 from lightning_hetero.planner.bounds import least_seconds
 from lightning_hetero.planner.simulation import (
@@ -101,18 +99,6 @@ def test_an_older_micro_batch_that_comes_late_from_a_replica_finds_a_place() -> 
         simulate(replace(team_pipeline(stages, count=6, limit=2), max_started=6)).step_seconds > 0
     )
     assert simulate(team_pipeline(stages, count=6, limit=6)).step_seconds > 0
-
-
-def test_the_coordinator_can_be_a_replica_of_the_first_or_the_last_stage_only() -> None:
-    middle = [[(1, 1, (1, 1))], [(2, 1, (1, 1)), (0, 1, (1, 1))], [(3, 1, (1, 1))]]
-    with pytest.raises(PlanError, match=r"replica of the stages \[2\] of 3"):
-        team_pipeline(middle, count=2)
-
-
-def test_every_entry_needs_a_stage_a_process_and_a_share() -> None:
-    tried = team_pipeline([[(1, 1, (1, 2)), (2, 1, (1, 2))]], count=2)
-    with pytest.raises(PlanError, match="3 entries has the processes"):
-        replace(tried, processes=[0, 1])
 
 
 def process_of(tried: Pipeline, span: SimulatedSpan) -> int:

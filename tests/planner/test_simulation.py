@@ -10,7 +10,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lightning_hetero.errors import PlanError
 from lightning_hetero.pipeline import rule
 from lightning_hetero.planner.bounds import least_seconds
 from lightning_hetero.planner.simulation import (
@@ -185,11 +184,6 @@ def test_a_short_step_is_simulated_whole() -> None:
     assert predict(short) == simulate(short)
 
 
-def test_hops_must_match_the_stages() -> None:
-    with pytest.raises(PlanError, match="2 stages has 1 forward and 2 backward hops"):
-        Pipeline([StageTimes(1, 1)] * 2, 1, [Hop("a", 0)], [Hop("a", 0)] * 2, 1, 1)
-
-
 def turns(names: str, count: int = 16, limit: int = 6) -> Pipeline:
     """Stages of three seconds on the workers of these names; nothing else takes time."""
     known = list(dict.fromkeys(names))
@@ -236,21 +230,6 @@ def test_a_micro_batch_in_flight_may_always_go_on() -> None:
     played = simulate(turns("aba", count=3, limit=1))
     assert played.step_seconds == 3 * 9
     assert played.peak_in_flight == [1, 1, 1]
-
-
-@pytest.mark.parametrize(
-    ("processes", "fault"),
-    [
-        ([0, 1], r"3 stages has the processes \[0, 1\]"),
-        ([1, 1, 2], "0 for the first stage alone"),
-        ([0, 1, 0], "0 for the first stage alone"),
-        ([0, 1, 1], "Stages 1 and 2 have the same process 1, and a hop between them takes time"),
-    ],
-)
-def test_processes_must_fit_the_stages_and_the_hops(processes: list[int], fault: str) -> None:
-    hops = [Hop("a", 1), Hop("b", 1), Hop("c", 1)]
-    with pytest.raises(PlanError, match=fault):
-        Pipeline([StageTimes(1, 1)] * 3, 1, hops, hops, 1, 1, processes=processes)
 
 
 def spans_of_process(simulation: Simulation, of: Pipeline, process: int) -> list[SimulatedSpan]:

@@ -232,7 +232,7 @@ def test_a_profile_in_which_nothing_takes_time_is_refused() -> None:
 def test_layers_that_take_no_time_beside_ends_that_do_are_planned_and_judged() -> None:
     own = coordinator([*device("", 0, 0).timings, *ends(1, 1)])
     given_profile = replace(profile(4, [device("w", 0, 0)], own), batch_size=2)
-    assert judge(solve(given_profile)).tokens_per_second > 0
+    assert judge(solve(given_profile)).candidate.tokens_per_second > 0
 
 
 def test_too_many_layers_on_too_many_unlike_devices_are_refused_at_once() -> None:

@@ -7,8 +7,7 @@ from xml.etree import ElementTree
 
 import pytest
 
-from lightning_hetero.report.diagram import diagram, mermaid
-from lightning_hetero.report.diagram_parts import LAYERS_HEIGHT, device_lines, layer_map
+from lightning_hetero.report.diagram import LAYERS_HEIGHT, device_lines, diagram, layer_map, mermaid
 from lightning_hetero.report.topology import DrawnPlace, Memory, Topology
 
 from .topologies import GIB, bare, coordinator_last, shaped, topology

@@ -54,7 +54,7 @@ def metrics() -> str:
 
 def timeline(**step: Any) -> str:
     recorded = {"step": 5, "start_us": 0.0, "end_us": 840000.0, "bubble_share": 0.38, "stages": []}
-    predicted = {"source": "profile", "seconds": 0.7, "bubble_share": 0.33}
+    predicted = {"seconds": 0.7, "bubble_share": 0.33}
     other = {
         "format": "lightning-hetero timeline 2",
         "steps": [recorded | {"predicted": predicted} | step],
@@ -128,8 +128,8 @@ def test_the_page_needs_no_network_and_runs_nothing(run: Path) -> None:
     [
         ("metrics.csv", "the loss (log one with self.log, and give the Trainer a CSVLogger)"),
         ("metrics.csv", "the processes and the speed (callback StageMonitor"),
-        ("timeline.json", "timeline and prediction (callback PipelineTimeline)"),
-        ("timeline.svg", "timeline and prediction (callback PipelineTimeline)"),
+        ("timeline.json", "a step's timeline (callback PipelineTimeline)"),
+        ("timeline.svg", "a step's timeline (callback PipelineTimeline)"),
     ],
 )
 def test_what_was_not_recorded_is_one_note(run: Path, name: str, sentence: str) -> None:
@@ -237,7 +237,7 @@ def test_hyperparameters_are_shown_as_text_and_make_no_objects(run: Path) -> Non
         "lr": "0.001",
         "optimizer.name": "adam",
         "sizes": "[1, 2]",
-        "evil": "['exit 1']",
+        "evil": "[exit 1]",
     }
     assert {"lr", "0.001", "optimizer.name"} <= set(Reader(report(record)).words)
     (run / "hparams.yaml").write_text("a: [")

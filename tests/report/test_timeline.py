@@ -8,13 +8,12 @@ from xml.etree import ElementTree
 
 import pytest
 
-from lightning_hetero import Plan, StagePlan
 from lightning_hetero.protocol.fields import Span
 from lightning_hetero.report.timeline import chart_of
 from lightning_hetero.telemetry.layer_ranges import Range
-from lightning_hetero.telemetry.recorded_step import ProcessSpans, RecordedStep, prediction_of
+from lightning_hetero.telemetry.recorded_step import ProcessSpans, RecordedStep
 
-from ..telemetry.made_up import PLAN, made_up_step, staggered_step, turn_by_turn, with_loss
+from ..telemetry.made_up import made_up_step, predicted, staggered_step, turn_by_turn, with_loss
 from .chromium import FAULTS, evaluate, needs_chromium, page
 
 SVG = "{http://www.w3.org/2000/svg}"
@@ -33,7 +32,7 @@ def test_every_action_is_drawn_once_and_once_as_predicted() -> None:
         *("a", "1F0", "1B0", "ApplyOptimizer"),
     ]
     assert alone[1] == "0F0: 2 s"
-    assert len(titles(chart_of(step, prediction_of(step, PLAN, None)))) == 18
+    assert len(titles(chart_of(step, predicted(step)))) == 18
 
 
 def texts(chart: str) -> list[str]:
@@ -116,14 +115,8 @@ def test_ticks_of_time_are_round_in_a_unit_of_their_size() -> None:
 
 def test_the_titles_are_plain_english() -> None:
     step = made_up_step()
-    chart = chart_of(step, prediction_of(step, PLAN, None))
-    assert "Simulated from the mean times of this step: " in chart
-
-
-def plan_of(step: RecordedStep, micro_batches: int) -> Plan:
-    """The plan in which each process has the stage that it has recorded."""
-    stages = [StagePlan([each.name], each.ranges[0].layers) for each in step.processes]
-    return Plan(stages, micro_batches=micro_batches)
+    chart = chart_of(step, predicted(step))
+    assert "Simulated from the profile: " in chart
 
 
 @needs_chromium
@@ -133,9 +126,7 @@ def test_no_text_is_cut_and_none_overlaps(tmp_path: Path) -> None:
     for stages, pieces in ((2, 4), (5, 120), (12, 8)):
         for seconds in (0.0099, 1.0, 12345.0):
             step = staggered_step(stages, pieces, seconds)
-            prediction = prediction_of(step, plan_of(step, pieces), None)
-            assert prediction is not None
-            charts += [chart_of(step, None), chart_of(step, prediction)]
+            charts += [chart_of(step, None), chart_of(step, predicted(step))]
     numbers = """
     for (const node of document.querySelectorAll('.inside')) {
       const bar = node.previousElementSibling.getBoundingClientRect();

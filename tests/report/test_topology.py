@@ -14,7 +14,6 @@ from lightning_hetero.planner import profile as p
 from lightning_hetero.protocol.fields import Equipment
 from lightning_hetero.report.topology import (
     DrawnLink,
-    DrawnSpeed,
     Topology,
     topology_of,
     topology_of_run,
@@ -112,7 +111,7 @@ def test_a_profile_adds_facts_of_all_ranges_of_a_process() -> None:
     assert found.workers[0].marks == ("frozen",)
     known = [hop.link.forward is not None for hop in found.hops]
     assert known == [True, False, False, False, False, False, False]
-    assert found.hops[-1].link.backward == DrawnSpeed(1e8, 0.001)
+    assert found.hops[-1].link.backward == measured().links[0]
 
 
 def test_a_worker_with_the_head_sends_losses_to_the_coordinator() -> None:
@@ -150,7 +149,7 @@ def test_a_profile_adds_devices_memory_links_and_the_prediction() -> None:
     assert fast.memory.total_bytes == 8 * GIB
     assert fast.memory.used_bytes["weights"] == 5 * GIB
     assert fast.marks == ("recomputed", "frozen")
-    assert found.hops[0].link == DrawnLink(DrawnSpeed(1e8, 0.001), None, "int8", None)
+    assert found.hops[0].link == DrawnLink(measured().links[0], None, "int8", None)
     assert found.hops[1].link.forward is None
     assert found.facts[-1].startswith("predicted: ")
     assert found.frozen_ends == frozenset()
@@ -212,7 +211,7 @@ def test_a_profile_adds_facts_of_each_replica() -> None:
     # Every replica has all layers, and the coordinator the embedding too.
     assert weights == [9 * GIB, 8 * GIB, 8 * GIB]
     assert [place.device for place in found.workers] == ["RTX 5090", "EPYC"]
-    assert [each.link.forward for each in found.exchanges] == [DrawnSpeed(1e8, 0.001), None]
+    assert [each.link.forward for each in found.exchanges] == [measured().links[0], None]
     assert found.facts[-1].startswith("predicted: ")
 
 

@@ -9,11 +9,11 @@ from itertools import pairwise
 from typing import Any
 
 from lightning_hetero.plan import Plan, StagePlan
+from lightning_hetero.planner.profile import Link
 from lightning_hetero.report.topology import (
     DrawnHop,
     DrawnLink,
     DrawnPlace,
-    DrawnSpeed,
     Memory,
     Topology,
     topology_of,
@@ -129,7 +129,7 @@ def along(route: Sequence[int], link_of: Callable[[int], DrawnLink]) -> list[Dra
 
 def link(number: int) -> DrawnLink:
     """Links that differ in what is known of them."""
-    there, back = DrawnSpeed(118e6, 0.0004), DrawnSpeed(118e6 / (1 + number % 2), 0.0125)
+    there, back = Link("a", "b", 0.0004, 118e6), Link("b", "a", 0.0125, 118e6 / (1 + number % 2))
     if number % 3 == 1:
         return DrawnLink(there, back, "bfloat16", "bfloat16")
     return DrawnLink(there, back)
@@ -137,7 +137,7 @@ def link(number: int) -> DrawnLink:
 
 def narrowed(num_stages: int) -> Topology:
     """The same with as much to say of every link as there can be, and shorter names of the ends."""
-    slow, slower = DrawnSpeed(888e6, 0.00088), DrawnSpeed(444e6, 0.00088)
+    slow, slower = Link("a", "b", 0.00088, 888e6), Link("b", "a", 0.00088, 444e6)
     full = topology(num_stages)
     full_of = DrawnLink(slow, slower, "bfloat16", "bfloat16")
     hops = [replace(hop, link=full_of) for hop in full.hops]

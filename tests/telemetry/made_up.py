@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+import dataclasses
 
 from lightning_hetero.plan import Plan, StagePlan
 from lightning_hetero.protocol.fields import Span, SpanKind
@@ -11,6 +11,7 @@ from lightning_hetero.telemetry.recorded_step import (
     SAME_CLOCK,
     Absence,
     ClockMap,
+    Prediction,
     ProcessSpans,
     RecordedStep,
     recorded_step,
@@ -97,41 +98,6 @@ def turn_by_turn() -> RecordedStep:
     return recorded_step(4, 0.0, TURNS, NAMES, spans, {1: SAME_CLOCK, 2: SAME_CLOCK})
 
 
-# Micro-batches 0 and 2 on `a`, 1 on `b`.
-REPLICAS = Plan(
-    [
-        StagePlan(["coordinator"], (0, 1)),
-        StagePlan(["a", "b"], (1, 3), shares=[2, 1]),
-        StagePlan(["coordinator"], (3, 4)),
-    ],
-    micro_batches=3,
-)
-
-
-def with_replicas() -> RecordedStep:
-    """Three micro-batches one after the other; `b` takes two seconds longer for each action."""
-    spans: dict[int, list[Span]] = {number: [] for number in NAMES}
-    now = 1.0
-
-    def note(process: int, kind: SpanKind, number: int, seconds: float = 1.0, **of: Any) -> None:
-        nonlocal now
-        spans[process].append(Span(kind, now, now + seconds, number, **of))
-        now += seconds
-
-    for number, worker in enumerate((1, 2, 1)):
-        more = 2.0 * (worker == 2)
-        note(0, "forward", number)
-        note(0, "send", number, message="Activation", peer=worker, stage=1)
-        note(worker, "forward", number, 1.0 + more, stage=1)
-        note(worker, "send", number, message="Activation", peer=0, stage=0)
-        note(0, "loss", number)
-        note(0, "send", number, message="Gradient", peer=worker, stage=1)
-        note(worker, "backward", number, 2.0 + more, stage=1)
-        note(worker, "send", number, message="Gradient", peer=0, stage=0)
-        note(0, "backward", number)
-    return recorded_step(4, 0.0, REPLICAS, NAMES, spans, {1: SAME_CLOCK, 2: SAME_CLOCK})
-
-
 def staggered_step(num_stages: int, num_microbatches: int, seconds: float) -> RecordedStep:
     """A step of many stages with long names, in which everything takes ever longer."""
     count = num_microbatches + num_stages
@@ -159,3 +125,9 @@ def with_loss() -> RecordedStep:
     lost = Absence(1, 7.0, 10.0, 12.5, "It was cut <off>.", "steps 2 to 4")
     before = Absence(1, -9.0, -8.0, -7.0, "It was cut.", "step 1")
     return made_up_step().with_absences([before, lost])
+
+
+def predicted(step: RecordedStep) -> Prediction:
+    """A prediction in which each action takes its recorded time."""
+    processes = [dataclasses.replace(each, spans=each.actions) for each in step.processes]
+    return Prediction(step.seconds, step.bubble, processes)

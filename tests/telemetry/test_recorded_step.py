@@ -5,34 +5,17 @@ Recorded steps: on one clock, without spans outside the step, with their bubble.
 
 from __future__ import annotations
 
-import dataclasses
 import random
 
 import pytest
 from msgspec.structs import replace
 
 from lightning_hetero.errors import ChannelError
-from lightning_hetero.plan import Plan
 from lightning_hetero.protocol.fields import ClockSample, Span
-from lightning_hetero.telemetry.recorded_step import (
-    RecordedStep,
-    align,
-    name_of,
-    pipeline_of,
-    prediction_of,
-)
+from lightning_hetero.telemetry.recorded_step import align, name_of, prediction_of
 
-from .made_up import (
-    COORDINATOR,
-    PLAN,
-    REPLICAS,
-    TURNS,
-    WORKER,
-    made_up,
-    made_up_step,
-    turn_by_turn,
-    with_replicas,
-)
+from ..planner.profiles import coordinator, device, ends, profile
+from .made_up import COORDINATOR, PLAN, TURNS, WORKER, made_up, made_up_step, turn_by_turn
 
 
 def ping(asked: float, there: float, back: float, offset: float) -> ClockSample:
@@ -118,107 +101,15 @@ def test_a_process_has_the_spans_of_all_its_stages_once() -> None:
     assert turn_by_turn().bubble == pytest.approx(1 - 9 / (3 * 19))
 
 
-def test_each_stage_has_its_own_actions_and_messages() -> None:
-    stages = turn_by_turn().stages
-    assert [(stage.stage, stage.worker) for stage in stages] == [
-        *((0, "coordinator"), (1, "b"), (2, "a"), (3, "b"))
-    ]
-    for stage in stages[1:]:
-        assert [span.kind for span in stage.actions] == ["forward", "backward"]
-    # The stage that takes a message, and the process that it is sent to: this may be the
-    # coordinator, which forwards it.
-    sent = [
-        [(s.message, s.stage, s.peer) for s in stage.spans if s.kind == "send"] for stage in stages
-    ]
-    assert sent[1:] == [
-        [("Activation", 2, 1), ("Gradient", 0, 0)],
-        [("Activation", 3, 0), ("Gradient", 1, 2)],
-        [("Activation", 0, 0), ("Gradient", 2, 1)],
-    ]
-    assert sent[0] == [("Activation", 1, 2), ("Activation", 3, 2), ("Gradient", 3, 2)]
-
-
-def test_the_times_of_each_hop_are_those_of_its_stages() -> None:
-    pipeline = pipeline_of(turn_by_turn(), TURNS)
-    assert pipeline is not None
-    assert [hop.busy_seconds for hop in pipeline.forward_hops] == [1.0, 1.0, 2.0, 1.0]
-    assert [hop.busy_seconds for hop in pipeline.backward_hops] == [1.0, 1.0, 1.0, 1.0]
-    assert [stage.forward_seconds for stage in pipeline.stages] == [1.0] * 4
-    # Numbered by the plan, in which `b` comes first.
-    assert list(pipeline.processes) == [0, 1, 2, 1]
-
-
-def test_replicas_are_predicted_with_their_own_times() -> None:
-    """A micro-batch of `a` takes 1 + 2 s, one of `b` 3 + 4 s; everything else takes a second."""
-    step = with_replicas()
-    assert [(each.stage, each.worker) for each in step.stages] == [
-        *((0, "coordinator"), (1, "a"), (1, "b"))
-    ]
-    pipeline = pipeline_of(step, REPLICAS)
-    assert pipeline is not None
-    assert pipeline.replicas is not None
-    assert pipeline.replicas.shares == [1, 2, 1]
-    assert [each.forward_seconds for each in pipeline.stages] == [1.0, 1.0, 3.0]
-    there, back = pipeline.hops
-    assert {ends: hop.busy_seconds for ends, hop in there.items()} == {
-        **{(0, 1): 1.0, (0, 2): 1.0, (1, 0): 1.0, (2, 0): 1.0}
-    }
-    assert {*back} == {(1, 0), (2, 0), (0, 1), (0, 2)}
-    found = prediction_of(step, REPLICAS, None)
+def test_a_step_is_predicted_from_the_profile_of_its_devices() -> None:
+    layers = device("coordinator", 1.0, 2.0).timings
+    measured = profile(3, [device("a", 0.5, 1.5)], coordinator([*ends(), *layers]), batch_size=1)
+    found = prediction_of(made_up_step(), PLAN, measured)
     assert found is not None
-    names = [sorted(name_of(span) for span in each.actions) for each in found.processes]
-    assert names[1:] == [["1B0", "1B2", "1F0", "1F2"], ["1B1", "1F1"]]
-    assert len(names[0]) == 9
-    seconds = [each.computing_seconds for each in found.processes]
-    assert seconds == pytest.approx([9.0, 6.0, 7.0])
-
-
-def test_a_step_without_the_record_of_a_process_is_not_predicted() -> None:
-    """The process was lost, or the plan is of another step."""
-    step = turn_by_turn()
-    without = dataclasses.replace(step, processes=step.processes[:-1])
-    assert pipeline_of(without, TURNS) is None
-    assert prediction_of(without, TURNS, None) is None
-
-
-def window(waits: bool) -> RecordedStep:
-    """Two batches of one micro-batch; the first loss goes backward in the second batch."""
-    here = [Span("forward", 0, 2, 0), Span("loss", 6, 7 if waits else 9, 0)]
-    here += [Span("forward", 9, 11, 1), *([Span("backward", 11, 13, 0, visit=1)] * waits)]
-    here += [Span("loss", 15, 18, 1), Span("backward", 20, 24, 0), Span("backward", 24, 28, 1)]
-    away = [
-        Span(kind, 3 + n, 4 + n, n, stage=1) for n in (0, 1) for kind in ("forward", "backward")
-    ]
-    return dataclasses.replace(made_up({0: here, 1: away}), num_batches=2)
-
-
-@pytest.mark.parametrize("waits", [False, True])
-def test_a_window_is_predicted_as_one_pipeline_of_its_batches(waits: bool) -> None:
-    step = window(waits)
-    pipeline = pipeline_of(step, PLAN)
-    assert pipeline is not None
-    assert (pipeline.num_microbatches, pipeline.num_batches) == (2, 2)
-    assert (pipeline.loss_seconds, pipeline.loss_waits) == (3.0, waits)
-    assert pipeline.loss_backward_seconds == 2.0 * waits
-    assert pipeline.stages[0].backward_seconds == 4.0
-    found = prediction_of(step, PLAN, None)
-    assert found is not None
-    recorded, predicted = (
-        sorted(map(name_of, each.processes[0].actions)) for each in (step, found)
-    )
-    assert predicted == recorded
-    assert pipeline_of(dataclasses.replace(step, num_batches=3), PLAN) is None
-
-
-def test_without_a_profile_a_coordinator_that_is_a_replica_is_not_predicted() -> None:
-    hosted = dataclasses.replace(REPLICAS.stages[1], workers=["a", "coordinator"])
-    assert pipeline_of(with_replicas(), Plan([REPLICAS.stages[0], hosted], 3)) is None
-
-
-def test_a_worker_with_several_stages_is_predicted_as_one_process() -> None:
-    found = prediction_of(turn_by_turn(), TURNS, None)
-    assert found is not None
-    assert found.seconds == pytest.approx(18.0)
-    assert [each.name for each in found.processes] == ["coordinator", "a", "b"]
-    names = [[name_of(span) for span in each.actions] for each in found.processes]
-    assert names == [["0F0", "0L0", "0B0"], ["2F0", "2B0"], ["1F0", "3F0", "3B0", "1B0"]]
+    here, there = found.processes
+    assert [name_of(span) for span in here.actions] == ["0F0", "0L0", "0B0"]
+    assert [name_of(span) for span in there.actions] == ["1F0", "1B0"]
+    assert [each.computing_seconds for each in found.processes] == [3.0, 4.0]
+    assert found.seconds == 7.0
+    assert prediction_of(made_up_step(), PLAN, None) is None
+    assert prediction_of(made_up_step(), TURNS, measured) is None

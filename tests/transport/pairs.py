@@ -114,6 +114,10 @@ class MemoryConnection:
             self.traffic.received_bytes += num_bytes
             return num_bytes
 
+    @property
+    def has_ahead(self) -> bool:
+        return False
+
     def send(self, buffers: Sequence[memoryview]) -> int:
         part = b"".join(buffers)[: self._most_bytes]
         with self.other._changed:

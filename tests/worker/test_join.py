@@ -10,7 +10,7 @@ from queue import SimpleQueue
 
 import pytest
 
-from lightning_hetero.launch.join import Door, open_door
+from lightning_hetero.launch.join import Door
 from lightning_hetero.protocol import messages as m
 from lightning_hetero.protocol.frames import Frame
 from lightning_hetero.transport.channel import Inbox
@@ -93,7 +93,7 @@ def test_the_door_tells_whether_a_coordinator_that_is_away_comes_back(is_other_r
         channel.line.connection.shut_down()
         if is_other_run:
             first.close()
-            second = open_door(first.address, WITH_TOKEN, CALM, least=1)
+            second = Door(first.address, WITH_TOKEN, CALM, least=1)
             doors.callback(second.close)
             second.wait(PATIENCE_SECONDS)
         else:
