@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import ast
 import re
+import subprocess
+import sys
 from collections import Counter
 from collections.abc import Iterator
 from importlib import import_module
@@ -11,6 +13,8 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
+
+from .core_contract import names_in_contract
 
 TESTS = Path(__file__).parent
 FROM_TESTS = re.compile(r"^\s*(?:from|import) .*\btest_.*$", re.MULTILINE)
@@ -68,10 +72,18 @@ def test_every_name_that_is_imported_exists(folder: str) -> None:
     assert missing == []
 
 
+def test_the_strategy_is_imported_without_wings_and_connections() -> None:
+    """Both come with its workers and its options."""
+    script = "import sys, lightning_hetero.strategy.strategy; print(*sys.modules)"
+    printed = subprocess.run([sys.executable, "-c", script], capture_output=True, check=True)
+    loaded = {name for name in printed.stdout.decode().split() if "lightning_hetero" in name}
+    names = names_in_contract()
+    assert loaded & names["forbidden_modules"] == set()
+    assert "lightning_hetero.transport.channel" not in loaded
+
+
 def test_every_module_is_of_the_core_or_of_a_wing() -> None:
-    text = (TESTS / "core_contract.toml").read_text()
-    lists = re.findall(r"^(\w+) = \[\n(.*?)^\]", text, re.DOTALL | re.MULTILINE)
-    names = {name: set(re.findall(r'"(.+)"', entries)) for name, entries in lists}
+    names = names_in_contract()
     core, wings = names["source_modules"], names["forbidden_modules"]
     package = TESTS.parent / "lightning_hetero"
     modules = {

@@ -38,7 +38,7 @@ ALLOWED: Mapping[str, set[str]] = {
         "pipeline/handover.py ctx.token",
         "pipeline/optimizer.py average.data",
         "pipeline/optimizer.py tensor.data",
-        "pipeline/stage.py module.training",
+        "pipeline/layer_runs.py module.training",
         "pipeline/turns.py threading.current_thread().name",
         "strategy/loaders.py trainer._results.batch",
         "strategy/optimizers.py optimizer.state",

@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 
+from .core_contract import names_in_contract
 from .forked import running_script
 from .pages import ROOT
 
-# By name: the modules that are gone with it. Wings that the core still needs are in
-# `core_contract.toml` and not here.
+# By name: the modules that are gone with it.
 WINGS = {
     "adapters": ["model.adapters"],
     "callbacks": ["callbacks"],
@@ -19,9 +19,10 @@ WINGS = {
     "discovery": ["discovery"],
     "doctor": ["doctor"],
     "four_bit": ["model.four_bit"],
-    "guard": ["coordinator.twins", "guard"],
+    "guard": ["coordinator.batch_trials", "coordinator.twins", "guard"],
     "half_layers": ["model.half_layers"],
     "launch": ["coordinator.fleet", "launch"],
+    "layer_code": ["model.layer_code", "model.outer_values"],
     "lazy_weights": ["model.lazy_weights", "model.checkpoint_reader"],
     "moves": ["coordinator.moves", "replan", "worker.moves"],
     "pairing": ["pairing"],
@@ -33,9 +34,11 @@ WINGS = {
         "coordinator.snapshots",
         "coordinator.takeover",
         "pipeline.journal",
+        "worker.second_processes",
         "worker.sent_messages",
         "worker.snapshots",
         "worker.takeover",
+        "written_blocks",
     ],
     "reconnection": ["transport.reconnection", "transport.resumption"],
     "replan": ["replan"],
@@ -45,11 +48,23 @@ WINGS = {
     "token_slices": ["coordinator.token_slices"],
     "telemetry": ["coordinator.telemetry", "telemetry", "worker.telemetry"],
     "verify": ["verify"],
+    "all of them": sorted(
+        name.partition(".")[2] for name in names_in_contract()["forbidden_modules"]
+    ),
+}
+
+# What a run without a wing warns of, once.
+WARNINGS = {
+    "guard": ["Nothing checks this run for wrong numbers"],
+    "layer_code": [
+        "Nothing checks this run for wrong numbers",
+        "Nothing compares the code of layers here with the code on their workers",
+    ],
 }
 
 # The process forgets the package that it has imported, and imports the one in a folder.
 TRAINING = """
-import hashlib, os, sys
+import hashlib, os, sys, warnings
 
 for name in [each for each in sys.modules if each.partition(".")[0] == "lightning_hetero"]:
     del sys.modules[name]
@@ -65,6 +80,7 @@ from lightning_hetero.worker.worker import Worker
 from tests.models import TinyModule, fit
 
 assert lightning_hetero.__file__.startswith(sys.argv[1])
+warnings.showwarning = lambda message, *_, **__: print(message)
 listener = listen(Address("127.0.0.1", 0))
 address = str(address_of(listener))
 worker = os.fork()
@@ -88,9 +104,10 @@ print("digest", found.hexdigest())
 REFUSED = (
     TRAINING[: TRAINING.index("try:")]
     + """
-import warnings
-
+import lightning.pytorch as lightning
 from lightning.pytorch.callbacks import Callback
+
+from tests.models import loader
 
 
 class Moves(Callback):
@@ -121,6 +138,15 @@ try:
     said(given, check_first_batch="off", micro_batching="tokens")
     print("trained")
     said(given, check_first_batch="off", micro_batching="boundary")
+    print("validates")
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        trainer = lightning.Trainer(
+            strategy=HeteroPipelineStrategy([address], given), accelerator="cpu", logger=False
+        )
+        trainer.validate(TinyModule(), loader(6, 3), verbose=False)
+    for each in caught:
+        print("said", each.message)
 finally:
     os.kill(worker, 9)
 """
@@ -128,7 +154,7 @@ finally:
 
 
 def words_without(folder: Path, script: str, *modules: str) -> str:
-    """What a script prints where these modules are missing."""
+    """What a script prints and warns of where these modules are missing."""
     package = folder / "lightning_hetero"
     shutil.copytree(ROOT / package.name, package, ignore=shutil.ignore_patterns("__pycache__"))
     for module in modules:
@@ -143,21 +169,33 @@ def words_without(folder: Path, script: str, *modules: str) -> str:
     return output
 
 
-def digest_without(folder: Path, *modules: str) -> str:
-    """What the weights are after three steps over a worker, without these modules."""
-    words = words_without(folder, TRAINING, *modules).split()
+def digest_in(output: str) -> str:
+    """What the weights are after the three steps of `TRAINING` over a worker."""
+    words = output.split()
     return words[words.index("digest") + 1]
 
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory: pytest.TempPathFactory) -> str:
     """The digest with all modules."""
-    return digest_without(tmp_path_factory.mktemp("whole"))
+    output = words_without(tmp_path_factory.mktemp("whole"), TRAINING)
+    assert "install" not in output
+    return digest_in(output)
 
 
+@pytest.mark.follows("lacks `model.layer_code`; install the whole package.")
 @pytest.mark.parametrize("wing", WINGS)
 def test_the_core_trains_without_a_wing(wing: str, whole: str, tmp_path: Path) -> None:
-    assert digest_without(tmp_path, *WINGS[wing]) == whole
+    output = words_without(tmp_path, TRAINING, *WINGS[wing])
+    assert digest_in(output) == whole
+    assert [text for text in WARNINGS.get(wing, ()) if output.count(text) != 1] == []
+
+
+def test_whole_batches_are_cut_without_their_trials(tmp_path: Path) -> None:
+    script = TRAINING.replace("[address], plan)", "[address], plan, micro_batching='boundary')")
+    assert script != TRAINING
+    without = words_without(tmp_path / "without", script, *WINGS["guard"])
+    assert digest_in(without) == digest_in(words_without(tmp_path / "whole", script))
 
 
 @pytest.mark.follows("this installation lacks them: install the whole package, or give a Plan.")
@@ -170,14 +208,16 @@ def test_the_core_trains_without_a_wing(wing: str, whole: str, tmp_path: Path) -
 def test_what_is_missing_is_named(whole: str, tmp_path: Path) -> None:
     """With the whole package all of it trains, as other tests show."""
     missing = ["planner", "replan", "guard", "coordinator.moves"]
-    missing.append("coordinator.token_slices")
+    missing += ["coordinator.batch_trials", "coordinator.token_slices"]
     of_worker = words_without(tmp_path / "worker", REFUSED, *missing, "worker.replicas")
     of_coordinator = words_without(tmp_path / "here", REFUSED, *missing, "coordinator.replicas")
     for output, last in (
         (of_worker, "no part for a stage with replicas; install the whole package there."),
         (of_coordinator, "the coordinator cannot be a replica, since `coordinator.replicas`"),
     ):
-        before, after = output.split("trained")
+        before, rest = output.split("trained")
+        after, validation = rest.split("validates")
+        assert "Nothing checks this run for wrong numbers" in validation
         wanted = (
             "plan='even' needs `lightning_hetero.replan`",
             "`replan=True` needs `lightning_hetero.replan`",

@@ -36,7 +36,8 @@ from benchmarks.processes import (
 )
 from benchmarks.training import Decoder, Sequences, fit, random_tokens
 from lightning_hetero import HeteroPipelineStrategy, Plan, StagePlan
-from lightning_hetero.coordinator.handover import HandOvers, WholeBatches
+from lightning_hetero.coordinator.batch_trials import TriedBatches
+from lightning_hetero.coordinator.handover import HandOvers
 from lightning_hetero.coordinator.layers import RemoteLayers
 from lightning_hetero.coordinator.optimizers import RemoteOptimizer, RemoteOptimizers
 from lightning_hetero.coordinator.steps import RemoteStages
@@ -49,7 +50,7 @@ from lightning_hetero.model.placeholders import tensors_in
 CHECKS: dict[str, tuple[type, str]] = {
     "step": (FirstBatchCheck, "run"),
     "step, twins": (TwinCheck, "run"),
-    "boundary": (WholeBatches, "pieces"),
+    "boundary": (TriedBatches, "pieces"),
     "boundary, twins": (HandOvers, "_compare_twins"),
 }
 TWINS = TwinCheck.run

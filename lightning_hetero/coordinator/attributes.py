@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from functools import partial
+from typing import TYPE_CHECKING
 
 from torch import nn
 from torch.nn.utils.parametrize import type_before_parametrizations
@@ -11,12 +12,14 @@ from torch.nn.utils.parametrize import type_before_parametrizations
 from ..errors import ModelError
 from ..model.attributes import Change, differences, is_followed, write_change
 from ..model.hollow import HollowLayers
-from ..model.layer_code import outer_values_of
 from ..model.layers import DecoderLayer, describe_layer
 from ..model.recipe import Recipe, build_layers, joined
+from ..model.wings import changes_outside
 from ..protocol import messages as m
-from .steps import RemoteStages
 from .worker_stages import RemoteStage
+
+if TYPE_CHECKING:
+    from .steps import RemoteStages
 
 
 class PlainAttributes:
@@ -40,7 +43,7 @@ class PlainAttributes:
         self._stages = stages
         self._connections = stages.layers.connections
         self._held = hollow.held
-        self._outside = outer_values_of(layer.module for layer in layers.values())
+        self._changed_outside = changes_outside(layer.module for layer in layers.values())
         self._held.note_unsent(changed)
         # The step and the first micro-batch of the batch of the latest hand-over.
         self._latest = -1, 0
@@ -55,7 +58,7 @@ class PlainAttributes:
             ModelError: If a worker must not have an attribute, if an earlier micro-batch of the
                 step went without it, or if a value outside of the layers has changed.
         """
-        if (place := self._outside.changed()) is not None:
+        if (place := self._changed_outside()) is not None:
             raise ModelError(
                 f"{place} has changed since the layers went to their workers. Layers compute with "
                 "it, and no worker has the change: keep it in an attribute of the layers, which is "

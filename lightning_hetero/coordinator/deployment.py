@@ -12,6 +12,7 @@ import threading
 import time
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager
+from functools import partial
 from itertools import chain
 from typing import TYPE_CHECKING
 
@@ -176,9 +177,8 @@ class Deployment:
         self.hand_overs = HandOvers(
             coordinator.stages,
             recorder,
-            self._away,
             plan,
-            batches,
+            partial(self._parts.batches, self._away, plan, batches),
             self._follow,
             twins,
             self._slices,

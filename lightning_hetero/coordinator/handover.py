@@ -1,32 +1,30 @@
 """The coordinator's hand-overs: of a micro-batch in its turn, or of a whole batch, cut here.
 
 Evaluation, manual optimization and ``micro_batching="boundary"`` hand over the hidden states of a
-whole batch. They are cut into pieces along the samples, so that all stages work at once. Layers
-that mix samples would then compute something else, and so would layers with an argument that has by
-chance as many rows as the batch has samples. So the first two pieces of the first hand-over of each
-kind also run as one, and both results are compared. Two pieces take as much memory as two
-micro-batches in flight.
+whole batch. They are cut into pieces along the samples, so that all stages work at once. An
+argument may have a row for each sample, several rows, or by chance as many rows as the batch has
+samples: layers are tried on ``meta``, and the cut is a cut that they can compute with. Where
+several are, the batch stays whole, unless `batch_trials` compares the results.
 """
 
 from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, replace
-from functools import cache
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import replace
+from functools import cache, partial
 from itertools import count
 from typing import TYPE_CHECKING
 
 import torch
-from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
+from lightning_utilities.core.rank_zero import rank_zero_info
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from ..errors import BatchError, ModelError, StageFailed
+from ..errors import BatchError, ModelError
 from ..model.carried_tensors import is_carried
 from ..model.layer_call import LayerCall, result_on_meta
-from ..model.layers import has_own_code
 from ..pipeline.boundary import Activation, Collected, join_activations
 from ..pipeline.handover import (
     Exchange,
@@ -46,27 +44,11 @@ from ..pipeline.microbatch import BatchOptions
 from ..pipeline.random_numbers import FIRST_TRIAL
 from ..pipeline.recorder import Recorder
 from ..pipeline.rule import Key
-from ..pipeline.tolerance import (
-    GO_ON,
-    HIDDEN_STATES,
-    Compared,
-    Rounding,
-    end_or_warn,
-    norm_error,
-)
-from ..pipeline.trial_backward import (
-    TRIED,
-    TriedBackward,
-    backwards_in,
-    difference_of_backwards,
-    other_gradients,
-)
 from ..pipeline.turns import current_turn
 from ..plan import Plan
-from ..protocol.tensor_bytes import DTYPES
-from .parts import NoTwins
 
 if TYPE_CHECKING:
+    from .parts import NoTwins
     from .steps import RemoteStages
     from .token_slices import TokenSlices
 
@@ -87,26 +69,20 @@ class WholeBatches:
         layers: The layers on workers by their numbers.
         plan: Says the number of pieces.
         options: The user's options.
-        trial: Runs pieces on the stages and leaves no trace.
 
     Attributes:
+        layers: The layers.
         num_samples: The number of samples in the present batch; None if it is unknown.
     """
 
-    def __init__(
-        self, layers: Mapping[int, nn.Module], plan: Plan, options: BatchOptions, trial: Trial
-    ) -> None:
-        self._layers = layers
+    def __init__(self, layers: Mapping[int, nn.Module], plan: Plan, options: BatchOptions) -> None:
+        self.layers = layers
         self._num_pieces = plan.micro_batches
-        self._dtypes = [DTYPES[stage.dtype] for stage in plan.stages if stage.dtype is not None]
         is_sequence_first = any(map(takes_sequence_first, layers.values()))
         self._dimension = SampleDimension(options.dim, is_sequence_first)
-        self._check = options.check
-        self._has_own_code = any(map(has_own_code, layers.values()))
-        self._trial = trial
-        # The compared kinds: with gradients, in training mode, and how arguments are cut.
-        self._checked: set[tuple[bool, bool, Cuts]] = set()
         self._said: set[str] = set()
+        # By how arguments are cut, the reason to leave the batch whole, or none.
+        self._doubts: dict[Cuts, str] = {}
         # The rows of each sample in arguments with another number than one.
         self._rows: Rows = {}
         # How arguments were cut where these rows were looked for.
@@ -114,15 +90,15 @@ class WholeBatches:
         self.num_samples: int | None = None
 
     def pieces(self, request: Request) -> tuple[list[Request], int]:
-        """The pieces of a hand-over, and the dimension for joining them again.
-
-        Raises:
-            BatchError: If the first pieces give another result than the whole, and the check is
-                to stop the run.
-        """
+        """The pieces of a hand-over, and the dimension for joining them again."""
         pieces, dim, cuts = self._cut(request)
-        if len(pieces) > 1 and self._check_once(request, dim, cuts):
-            return self.cut(request)
+        if len(pieces) == 1:
+            return pieces, dim
+        if cuts not in self._doubts:
+            self._doubts[cuts] = self._doubt(request, dim)
+        if doubt := self._doubts[cuts]:
+            self._say_once(doubt)
+            return [request], 0
         return pieces, dim
 
     def cut(self, request: Request) -> tuple[list[Request], int]:
@@ -156,7 +132,7 @@ class WholeBatches:
         return [request], 0, ()
 
     def _refuse_batch_statistics(self) -> None:
-        for number, layer in self._layers.items():
+        for number, layer in self.layers.items():
             for name, module in layer.named_modules():
                 if isinstance(module, _BatchNorm) and module.training:
                     raise BatchError(
@@ -173,49 +149,6 @@ class WholeBatches:
                 stacklevel=2,
             )
 
-    def _check_once(self, request: Request, dim: int, cuts: Cuts) -> bool:
-        """Compare pieces with the whole, for the first hand-over of its kind; returns whether the
-        request is to be cut in another way."""
-        if self._check == "off":
-            return False
-        around = request.surroundings
-        is_training = any(call.training for call in around.calls)
-        kind = around.grad_enabled, is_training, cuts
-        if kind in self._checked:
-            return False
-        self._checked.add(kind)
-        pieces, whole = self._compared(request, dim, self._rows)
-        expected = self._run([whole], dim)
-        difference = self._difference(request, self._run(pieces, dim), expected)
-        if not difference.is_other:
-            if around.grad_enabled and is_training and self._has_own_code:
-                self._check_backwards(pieces, whole, difference.allowed)
-            return False
-        again = self._difference(request, self._run([whole], dim), expected)
-        if difference.found <= 2 * again.found:
-            rank_zero_info(
-                "whether layers on workers mix the samples of a batch was not checked: they draw "
-                "random numbers in evaluation mode too, so that every forward gives another result"
-            )
-            return False
-        if self._finds_rows(request, dim):
-            return True
-        text = (
-            "The layers on workers compute other hidden states for a batch than for its "
-            f"micro-batches: the difference is {difference} of their norm. They mix "
-            "the samples of a batch, or another dimension than the one that is cut counts them."
-        )
-        if listed := listed_arguments(request, dim):
-            text = (
-                f"{text} Or the argument {listed[0]} is a list with an entry for each sample: it "
-                "goes whole to each micro-batch, and a tensor would be cut. Pass a tensor then."
-            )
-        if self._check == "stop" and difference.is_large:
-            remedies = self._remedies(request, dim)
-            raise BatchError(f"{text} This repairs it: {remedies}. {GO_ON}")
-        rank_zero_warn(f"{text} With `micro_batches=1` the batch stays whole.")
-        return False
-
     def _find_rows_by_form(self, request: Request, dim: int) -> Cuts:
         """Find an argument with zero or several rows for each sample, if layers cannot compute with
         pieces of it otherwise: a mask for each sample and head, or a bias for each head. Returns
@@ -230,16 +163,24 @@ class WholeBatches:
                 self._take_rows(name, rows)
         return cuts if self._rows is known else how_cut(request, dim, self._rows)
 
-    def _finds_rows(self, request: Request, dim: int) -> bool:
-        """Find an argument with zero or several rows for each sample, such as a table of positions,
-        if this makes the results of pieces right; returns whether there is one."""
-        fits = self._fits(request, dim)
-        for name, rows in self._other_rows(request, dim):
-            # A worker forgets the present step after an error in its layer.
-            if fits(rows) and self._is_right(request, dim, rows):
-                self._take_rows(name, rows)
-                return True
-        return False
+    def _doubt(self, request: Request, dim: int) -> str:
+        """Why the cut may be wrong, as far as shapes show; empty if they show that it is right."""
+        fits, others = self._fits(request, dim), other_rows(request, dim)
+        names = [name for name, rows in self._other_rows(request, dim) if fits(rows)]
+        names += listed_arguments(request, dim)
+        if names:
+            found = f"the argument {names[0]} of layers on workers"
+        elif not fits(self._rows):
+            found = "an argument of layers on workers"
+        elif any(along is not None for along in how_cut(request, dim, dict.fromkeys(others, 0))):
+            found = "a tensor that goes along with the hidden states"
+        else:
+            return ""
+        return (
+            f"Shapes do not show whether {found} has rows for each sample, and "
+            "`coordinator.batch_trials`, which compares results, is missing: install the whole "
+            "package."
+        )
 
     def _other_rows(self, request: Request, dim: int) -> Iterator[tuple[str, Rows]]:
         for name, num_rows in other_rows(request, dim).items():
@@ -271,7 +212,7 @@ class WholeBatches:
         carried = request.surroundings.carried
         if not carried.keys() >= {*call.carried}:
             return None  # an earlier layer makes its arguments
-        form = result_on_meta(self._layers[call.layer_index], call, request.hidden, carried)
+        form = result_on_meta(self.layers[call.layer_index], call, request.hidden, carried)
         return None if form is None else form.hidden
 
     def _take_rows(self, name: str, rows: Rows) -> None:
@@ -284,76 +225,11 @@ class WholeBatches:
         )
         rank_zero_info(f"the argument {name} of layers on workers has {has}")
 
-    def _check_backwards(self, pieces: Sequence[Request], whole: Request, rounding: float) -> None:
-        """Compare the layers' answers to made-up gradients.
-
-        Raises:
-            BatchError: If they differ, and the check is to stop the run.
-        """
-        expected, *cut = (self.with_backwards([each], 0)[0] for each in (whole, *pieces))
-        difference = difference_of_backwards(expected, cut, rounding)
-        if difference.is_other:
-            end_or_warn(other_gradients("first", difference), self._check, ends=True)
-
-    def with_backwards(
-        self, pieces: Sequence[Request], dim: int
-    ) -> tuple[list[TriedBackward], Activation]:
-        """Run pieces without gradients, and layers with code of the user's own backwards too."""
-        if not self._has_own_code or len(pieces) > 1:
-            return [], self._trial(pieces, dim)
-        [one] = pieces
-        collect = [*one.surroundings.collect, TRIED]
-        around = replace(one.surroundings, collect=collect, grad_enabled=False)
-        asking = Request(one.hidden.detach(), around)
-        found = self._trial([asking], dim)
-        tried = [tensor for kind, tensor in found.collected if kind == TRIED]
-        others = tuple(each for each in found.collected if each.kind != TRIED)
-        return backwards_in(tried), replace(found, collected=others)
-
     def _compared(self, request: Request, dim: int, rows: Rows) -> tuple[list[Request], Request]:
         """The first pieces of a request, and all of them as one."""
         pieces = cut_request(request, self._num_pieces, dim, rows)[:_NUM_COMPARED]
         num_samples = sum(piece.hidden.shape[dim] for piece in pieces)
         return pieces, first_of_request(request, num_samples, dim, rows)
-
-    def _remedies(self, request: Request, dim: int) -> str:
-        """A remedy tried with success, or remedies that always help."""
-        other = 1 - dim
-        if other < request.hidden.ndim - 1 and self._is_right(request, other, self._rows):
-            return f"`batch_dim={other}`, or `micro_batches=1`"
-        return "`micro_batches=1`, or these layers on the coordinator"
-
-    def _is_right(self, request: Request, dim: int, rows: Rows) -> bool:
-        """Whether pieces give the result of the whole, cut along a dimension, with so many rows for
-        each sample in some arguments."""
-        try:
-            pieces, whole = self._compared(request, dim, rows)
-            found, expected = self._run(pieces, dim), self._run([whole], dim)
-        except (BatchError, StageFailed):
-            return False
-        is_like = [t.shape for t in found.tensors] == [t.shape for t in expected.tensors]
-        if len(pieces) < 2 or not is_like:
-            return False
-        return not self._difference(request, found, expected).is_other
-
-    def _run(self, pieces: Sequence[Request], dim: int) -> Activation:
-        tried = [
-            Request(piece.hidden.detach(), replace(piece.surroundings, grad_enabled=False))
-            for piece in pieces
-        ]
-        return self._trial(tried, dim)
-
-    def _difference(self, request: Request, found: Activation, expected: Activation) -> Compared:
-        """The difference of two results of a request."""
-        parameters = [p for layer in self._layers.values() for p in layer.parameters()]
-        # Weights stored in 4 bits are taken to be multiplied in half precision.
-        packed = [torch.bfloat16 for p in parameters if not p.is_floating_point()]
-        autocast = request.surroundings.autocast_dtype or torch.float32
-        dtypes = [*self._dtypes, request.hidden.dtype, autocast, *packed]
-        rounding = Rounding.of(parameters, dtypes).of_hidden(len(self._layers))
-        pairs = zip(found.tensors, expected.tensors, strict=True)
-        error = max(norm_error(mine, other) for mine, other in pairs)
-        return HIDDEN_STATES.compare(error, rounding)
 
 
 _CALL_LATER = (
@@ -365,23 +241,6 @@ def _is_in_backward() -> bool:
     return torch._C._current_graph_task_id() != -1
 
 
-@dataclass(frozen=True)
-class TriedHandOver:
-    """A hand-over of a trial with gradients on.
-
-    Args:
-        sent: The sent hidden states, and the tensors sent with them.
-        back: The returned hidden states, a leaf with gradients.
-        outputs: The returned collected outputs, such as router logits, leaves with gradients.
-        backwards: The answers of layers to made-up gradients.
-    """
-
-    sent: Sequence[Tensor]
-    back: Tensor
-    outputs: Sequence[Collected] = ()
-    backwards: Sequence[TriedBackward] = ()
-
-
 def _as_leaf(each: Collected) -> Collected:
     """An output as a leaf with gradients; carried tensors are left as they are."""
     if is_carried(each.kind) or not each.tensor.is_floating_point():
@@ -389,7 +248,7 @@ def _as_leaf(each: Collected) -> Collected:
     return Collected(each.kind, each.tensor.detach().requires_grad_())
 
 
-def _as_leaves(found: Activation) -> Activation:
+def as_leaves(found: Activation) -> Activation:
     """The returned tensors as leaves with gradients, while gradients are on."""
     if not torch.is_grad_enabled():
         return found
@@ -403,16 +262,15 @@ class HandOvers:
     Args:
         stages: Runs the pieces.
         recorder: Records this process's part.
-        layers: The layers on workers by their numbers.
         plan: The deployed plan.
-        options: The user's options.
+        batches: Makes the cutter of whole batches, of a function that runs pieces without a trace.
         follow: Brings the stages up to date before hidden states leave; its argument is whether a
             backward follows.
         twins: Compares the layers on workers with the layers here.
         slices: Cuts hand-overs with gradients along their tokens; None to cut along the samples.
 
     Attributes:
-        plan: The deployed plan.
+        batches: The cutter of whole batches.
         twins: As given.
     """
 
@@ -420,9 +278,8 @@ class HandOvers:
         self,
         stages: RemoteStages,
         recorder: Recorder,
-        layers: Mapping[int, nn.Module],
         plan: Plan,
-        options: BatchOptions,
+        batches: Callable[[Trial], WholeBatches],
         follow: Callable[[bool], None],
         twins: NoTwins,
         slices: TokenSlices | None = None,
@@ -433,17 +290,15 @@ class HandOvers:
         self._recorder = recorder
         self._plan = plan
         self._follow = follow
-        self._whole_batches = WholeBatches(layers, plan, options, self._try)
+        self.batches = batches(self.without_trace)
         # Numbers the hand-overs of the present step, inside of a step.
         self._visits: Iterator[int] | None = None
         # Whether a backward of the present step, or of the step before, goes through the stages.
         self._has_graph = False
         self._trials = count(FIRST_TRIAL)
         self._twin_visits = count(_FIRST_TWIN)
-        # Whether the present trials are cut into pieces; None outside of trials.
-        self._trial_is_cut: bool | None = None
-        self._tried: list[TriedHandOver] = []
-        self._lone: LoneMicrobatch | None = None
+        # Answers hand-overs inside of `trying`.
+        self._answer: Callable[[Request], Activation] | None = None
         self._is_cutting = False
 
     def share(self, plan: Plan) -> None:
@@ -467,42 +322,37 @@ class HandOvers:
     def batch_of(self, num_samples: int | None) -> Iterator[None]:
         """Inside, each hand-over is of a batch with so many samples; None if the number is
         unknown."""
-        self._whole_batches.num_samples = num_samples
+        self.batches.num_samples = num_samples
         try:
             yield
         finally:
-            self._whole_batches.num_samples = None
+            self.batches.num_samples = None
 
     @contextmanager
-    def trying(self, *, is_cut: bool) -> Iterator[Sequence[TriedHandOver]]:
-        """Inside, forwards leave no trace on the stages, and dropout is off.
+    def trying(self, answer: Callable[[Request], Activation]) -> Iterator[None]:
+        """Inside, a function answers hand-overs, and leaves no trace on the stages.
 
-        You must begin a step before. The block gets a growing list of the hand-overs with gradients
-        on.
-
-        Args:
-            is_cut: Whether hand-overs are cut into the plan's pieces, or stay whole.
+        You must begin a step before.
         """
-        self._trial_is_cut = is_cut
+        self._answer = answer
         try:
-            yield self._tried
+            yield
         finally:
-            self._trial_is_cut = None
-            self._tried = []  # A graph holds parameters in place.
+            self._answer = None
 
     @property
     def are_trials(self) -> bool:
         """Whether the present hand-overs leave no trace."""
-        return self._trial_is_cut is not None or self._lone is not None
+        return self._answer is not None
 
-    @contextmanager
-    def alone(self, microbatch: LoneMicrobatch) -> Iterator[None]:
+    def alone(self, microbatch: LoneMicrobatch) -> AbstractContextManager[None]:
         """Inside, a micro-batch of a begun step runs alone, and leaves no trace."""
-        self._lone = microbatch
-        try:
-            yield
-        finally:
-            self._lone = None
+        return self.trying(partial(self._exchange_alone, microbatch))
+
+    def _exchange_alone(self, microbatch: LoneMicrobatch, request: Request) -> Activation:
+        key = Key(microbatch.index, next(self._twin_visits))
+        self.twins.compare(key, request, microbatch.stays)
+        return as_leaves(microbatch.exchange(self._stages, request))
 
     @contextmanager
     def cut_step(self) -> Iterator[None]:
@@ -536,21 +386,9 @@ class HandOvers:
                 "`use_reentrant=False`, or use the safe mode, `micro_batching='boundary'`. If it "
                 f"is a hook or a thread, {_CALL_LATER}."
             )
-        if self._lone is not None:
+        if self._answer is not None:
             self._follow(False)
-            key = Key(self._lone.index, next(self._twin_visits))
-            self.twins.compare(key, request, self._lone.stays)
-            return _as_leaves(self._lone.exchange(self._stages, request))
-        if self._trial_is_cut is not None:
-            self._follow(False)
-            cut = self._whole_batches.cut(request) if self._trial_is_cut else ([request], 0)
-            if not torch.is_grad_enabled():
-                return self._try(*cut)
-            backwards, found = self._whole_batches.with_backwards(*cut)
-            sent = (request.hidden, *request.surroundings.carried.values())
-            found = _as_leaves(found)
-            self._tried.append(TriedHandOver(sent, found.hidden, found.outputs, backwards))
-            return found
+            return self._answer(request)
         if self._visits is not None:
             return self._exchange_whole(request, self._visits)
         if self._has_graph and _is_in_backward():
@@ -568,10 +406,10 @@ class HandOvers:
         self._follow(grad_enabled)
         slices = self._slices if grad_enabled else None
         if slices is None:
-            pieces, dim = self._whole_batches.pieces(request)
+            pieces, dim = self.batches.pieces(request)
             self._compare_twins(pieces, request)
         else:
-            pieces, dim = slices.pieces(request, self._try), 1
+            pieces, dim = slices.pieces(request, self.without_trace), 1
             self._compare_twins([slices.prefix(request)], request)
         visit = next(visits)
         if not grad_enabled:
@@ -593,7 +431,7 @@ class HandOvers:
             self.twins.compare(Key(index, next(self._twin_visits)), pieces[index], is_whole=True)
         self.twins.settle()
 
-    def _try(self, pieces: Sequence[Request], dim: int) -> Activation:
+    def without_trace(self, pieces: Sequence[Request], dim: int) -> Activation:
         """Run pieces without a trace on the stages."""
         tried = [
             Request(

@@ -6,7 +6,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import replace
 from itertools import chain
-from typing import NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
 from torch import Tensor, nn
 
@@ -27,15 +27,17 @@ from ..model.tensors import (
 from ..pipeline.placement import Placement
 from ..protocol import messages as m
 from .answer_checks import HeldTensor, check_content, check_state, held_tensors
-from .connections import Connections
 from .interrupts import Interrupts
-from .member import Member
 from .progress import Progress, PublishedProgress
-from .requests import Answer, Requests
 from .roster import What
 from .run_part import Loaded
 from .tensor_transfers import TensorLoad, send_all
 from .worker_stages import Holdings, RemoteStage, numbered_stages, owners_of
+
+if TYPE_CHECKING:
+    from .connections import Connections
+    from .member import Member
+    from .requests import Answer, Requests
 
 STEPS_BETWEEN_COMPARISONS = 100
 """After so many optimizer steps the weights of replicas are compared."""

@@ -19,8 +19,8 @@ from ..model.layer_call import caches_among, without_cache
 from ..model.layers import EMBEDDING_LAYER, DecoderLayer, find_embedding, has_own_code
 from ..model.override import ForwardOverride
 from ..model.tensors import has_four_bit
+from ..pipeline.layer_runs import compiled, run_with_arguments_kept
 from ..pipeline.random_numbers import Draws, PythonStreams
-from ..pipeline.stage import compiled, run_with_arguments_kept
 from ..plan import COORDINATOR, Plan, StagePlan
 from ..protocol.messages import Equipment
 from .worker_stages import obstacles_to_compiling

@@ -43,9 +43,9 @@ from ..protocol import messages as m
 from ..protocol.values import Packer, unpack
 from .answer_checks import check_norms, check_optimizer_state
 from .layers import STEPS_BETWEEN_COMPARISONS
-from .member import Member
 
 if TYPE_CHECKING:
+    from .member import Member
     from .replicas import HostedReplicas
     from .steps import RemoteStages
 

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NoReturn
 
+from torch import nn
+
 from ..errors import ModelError
 from ..pipeline.handover import Request
+from ..pipeline.microbatch import BatchOptions
 from ..pipeline.rule import Key
+from ..plan import Plan
+from .handover import WholeBatches
 
 if TYPE_CHECKING:
     from .replicas import HostedReplicas
@@ -61,6 +66,12 @@ class NoTwins:
         """
 
 
+def _untried(
+    layers: Mapping[int, nn.Module], plan: Plan, options: BatchOptions, *_: Any
+) -> WholeBatches:
+    return WholeBatches(layers, plan, options)
+
+
 def _no_twins(*_: Any) -> NoTwins:
     return NoTwins()
 
@@ -93,12 +104,14 @@ class DeploymentParts:
     """The parts of a deployment; by default the core's alone.
 
     Args:
+        batches: Cuts whole batches: `TriedBatches`.
         twins: Compares layers on workers with the layers of this process: `Twins`.
         move: Moves layers between workers: `coordinator.moves.move`.
         hosted: Runs the layers of this process as a replica: `HostedReplicas`.
         slices: Cuts sequences along their tokens: `TokenSlices`.
     """
 
+    batches: Callable[..., WholeBatches] = _untried
     twins: Callable[..., NoTwins] = _no_twins
     move: Callable[..., None] = _no_move
     hosted: Callable[..., HostedReplicas] = _no_hosting

@@ -11,12 +11,15 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
+from typing import TYPE_CHECKING
 
 from ..model.tensors import Content
 from ..protocol import messages as m
-from .member import Member
-from .requests import Answer
 from .run_part import Contents
+
+if TYPE_CHECKING:
+    from .member import Member
+    from .requests import Answer
 
 # The most tensors under way to a worker: two of any size, or more small ones up to the load of a
 # link of 1 Gbit/s within 60 ms.

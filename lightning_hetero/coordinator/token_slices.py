@@ -35,9 +35,9 @@ from ..model.layers import (
 )
 from ..pipeline.boundary import Activation
 from ..pipeline.handover import Request
+from ..pipeline.layer_runs import on_trial
 from ..pipeline.microbatch import CheckFirstBatch
 from ..pipeline.sliced_loss import shift_loss
-from ..pipeline.stage import on_trial
 from ..pipeline.token_slices import (
     REMEDY,
     SequenceKeys,

@@ -31,10 +31,10 @@ from ..model.outer_state import OuterContent, OuterState
 from ..model.override import own_forward
 from ..model.tensors import filled, named_tensors, stored_bytes, stored_in_four_bits
 from ..pipeline.handover import Request, received
+from ..pipeline.layer_runs import on_trial
 from ..pipeline.microbatch import CheckFirstBatch
 from ..pipeline.random_numbers import FIRST_TRIAL, PythonStreams, seed_action, seed_elsewhere
 from ..pipeline.rule import Key
-from ..pipeline.stage import on_trial
 from ..pipeline.tolerance import Rounding, end_or_warn
 from ..pipeline.twin import (
     TwinAnswer,

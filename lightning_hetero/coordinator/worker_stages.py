@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from itertools import compress
 from types import MappingProxyType
+from typing import TYPE_CHECKING
 
 import torch
 from lightning_utilities.core.rank_zero import rank_zero_info
@@ -36,8 +37,10 @@ from ..plan import COORDINATOR, Dtype, Narrowing, Plan, Recompute, StagePlan, We
 from ..protocol import messages as m
 from ..protocol.tensor_bytes import DTYPES, dtype_name
 from .answer_checks import HeldTensor
-from .member import Member
 from .run_part import Contents, Loaded
+
+if TYPE_CHECKING:
+    from .member import Member
 
 NOBODY: Mapping[str, int] = MappingProxyType({})
 

@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from .._lightning import pl
+from ..coordinator.batch_trials import trying
 from ..coordinator.precision import scaler_of
 from ..devices.device import device_for, is_out_of_memory
 from ..devices.main_memory import free_main_memory
@@ -333,12 +334,12 @@ class FirstBatchCheck:
         scale = 1.0 if scaler is None else scaler.get_scale()
         away = {p for outer in deployment.modules_away for p in outer.parameters()}
         own = [p for p in module.parameters() if _can_be_compared(p) and p not in away]
-        trying = deployment.hand_overs.trying(is_cut=False)
+        trial = trying(deployment.hand_overs, is_cut=False)
         put_back = stand_in(module, "log", _drop)
         hooks = ParameterHooks()
         hooks.take_off(own)
         try:
-            with one_run, torch.enable_grad(), trying as tried:
+            with one_run, torch.enable_grad(), trial as tried:
                 with plugin.train_step_context(), WatchesBackwards(tried):
                     loss = loss_of(module.training_step(batch, *self.trial.rest))
                 deployment.check_forward_finished()
@@ -358,8 +359,8 @@ class FirstBatchCheck:
         module, deployment = self.trial.module, self.trial.deployment
         put_back = stand_in(module, "log", _drop if logged is None else logged.log)
         has_gradients = self.checks.needs_gradients
-        trying = deployment.hand_overs.trying(is_cut=is_cut)
-        with torch.set_grad_enabled(has_gradients), trying as tried:
+        trial = trying(deployment.hand_overs, is_cut=is_cut)
+        with torch.set_grad_enabled(has_gradients), trial as tried:
             watching = WatchesBackwards(tried) if has_gradients else nullcontext()
             with module.trainer.precision_plugin.train_step_context(), watching:
                 result = module.training_step(batch, *self.trial.rest)

@@ -23,7 +23,7 @@ from torch.autograd.graph import Node, get_gradient_edge
 from torch.overrides import TorchFunctionMode
 from typing_extensions import override
 
-from ..coordinator.handover import TriedHandOver
+from ..coordinator.batch_trials import TriedHandOver
 from ..pipeline.microbatch import inner_backward
 from ..pipeline.tolerance import (
     GRADIENTS,

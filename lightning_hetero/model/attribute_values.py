@@ -66,7 +66,6 @@ _CONTAINERS: dict[Any, Any] = {
 META = torch.device("meta")
 _CPU = torch.device("cpu")
 _SCALARS = (type(None), bool, int, str)
-_METHODS_OF_TORCH = frozenset(dir(nn.Module))
 
 
 class Items(msgspec.Struct, frozen=True, tag="items"):
@@ -678,7 +677,7 @@ def _part(owner: nn.Module | None, path: str) -> nn.Module:
 
 def _method(module: nn.Module, name: str) -> Any:
     found = getattr(type(module), name, None)
-    if name.startswith("__") or name in _METHODS_OF_TORCH or not inspect.isfunction(found):
+    if name.startswith("__") or name in NAMES_OF_TORCH or not inspect.isfunction(found):
         raise ModelError(f"{type(module).__name__} on this worker has no method {name!r} to give.")
     return MethodType(found, module)
 
@@ -713,12 +712,9 @@ def _closure(closure: Closure, outer: Any, read: Callable[[Value], Any]) -> Func
     defaults = tuple(read(item) for item in closure.defaults)
     made = FunctionType(code, function.__globals__, code.co_name, defaults, cells)
     made.__kwdefaults__ = {name: read(item) for name, item in closure.named_defaults.items()}
-    made.__qualname__, made.__module__ = _qualname(closure), function.__module__
+    made.__qualname__ = LOCALS.join([closure.path.qualname, *(name for name, _ in closure.inner)])
+    made.__module__ = function.__module__
     return made
-
-
-def _qualname(closure: Closure) -> str:
-    return LOCALS.join([closure.path.qualname, *(name for name, _ in closure.inner)])
 
 
 def _object_class(path: ImportPath, allowed: Allowed) -> Any:

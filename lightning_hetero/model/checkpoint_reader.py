@@ -52,11 +52,53 @@ PIECE_BYTES = 2**22
 
 
 @dataclass(frozen=True)
+class StoredFile:
+    """A file as it was when its header was read."""
+
+    path: Path
+    num_bytes: int
+    written_ns: int
+
+    @property
+    def name(self) -> str:
+        return self.path.name
+
+    @classmethod
+    def of(cls, path: Path) -> StoredFile:
+        """Read the state of a file.
+
+        Raises:
+            FileNotFoundError: If there is none.
+        """
+        found = path.stat()
+        return cls(path, found.st_size, found.st_mtime_ns)
+
+    @contextmanager
+    def opened(self) -> Iterator[Any]:
+        """Open the file; at the end of the block it is still the same file.
+
+        A run reads frozen weights again hours later, for a worker in the place of a lost one.
+
+        Raises:
+            CheckpointError: If it is missing, damaged, or written since its header was read.
+        """
+        with _readable(self.path):
+            with safe_open(self.path, framework="pt") as opened:
+                yield opened
+            if StoredFile.of(self.path) != self:
+                raise CheckpointError(
+                    f"{self.path} was written after this run had opened the checkpoint, so its "
+                    "weights may be others than those read before. Start the run again; save other "
+                    "weights into a folder of their own."
+                )
+
+
+@dataclass(frozen=True)
 class StoredTensor:
     """A tensor in the header of a file; ``companions`` is the state of a tensor in 4 bits."""
 
     key: str
-    file: Path
+    file: StoredFile
     dtype: str
     shape: tuple[int, ...]
     companions: dict[str, StoredTensor] = field(default_factory=dict)
@@ -124,8 +166,10 @@ def _shards_of(index: Path) -> list[str]:
 def read_headers(files: Iterable[Path]) -> list[StoredTensor]:
     """The tensors in the files; a tensor in 4 bits has its state with it."""
     found: dict[str, StoredTensor] = {}
-    for file in files:
-        with _opened(file) as opened:
+    for path in files:
+        with _readable(path):
+            file = StoredFile.of(path)
+        with file.opened() as opened:
             for key in opened.keys():  # noqa: SIM118
                 header = opened.get_slice(key)
                 found[key] = StoredTensor(key, file, header.get_dtype(), tuple(header.get_shape()))
@@ -145,10 +189,10 @@ def loading(entries: Iterable[StoredTensor]) -> Iterator[Callable[[StoredTensor]
         A function that reads an entry.
     """
     parts = (part for entry in entries for part in (entry, *entry.companions.values()))
-    names = dict.fromkeys(part.file for part in parts)
+    files = dict.fromkeys(part.file for part in parts)
     with ExitStack() as stack:
-        files = {name: stack.enter_context(_opened(name)) for name in names}
-        yield lambda entry: _load(files[entry.file], entry.key)
+        opened = {file: stack.enter_context(file.opened()) for file in files}
+        yield lambda entry: _load(opened[entry.file], entry.key)
 
 
 def _load(opened: Any, key: str) -> Tensor:
@@ -161,16 +205,16 @@ def _load(opened: Any, key: str) -> Tensor:
 def _rows_of(entry: StoredTensor, most: int) -> Iterator[tuple[int, Tensor]]:
     for row in range(0, entry.shape[0], most):
         # The pages of a mapped file count as this process's memory until the file is closed.
-        with _opened(entry.file) as opened:
+        with entry.file.opened() as opened:
             rows = opened.get_slice(entry.key)[row : row + most].clone()
         yield row, rows
 
 
 @contextmanager
-def _opened(file: Path) -> Iterator[Any]:
+def _readable(file: Path) -> Iterator[None]:
+    """Inside, a file of the checkpoint is read."""
     try:
-        with safe_open(file, framework="pt") as opened:
-            yield opened
+        yield
     except FileNotFoundError as error:
         raise CheckpointError(
             f"{file} belongs to the checkpoint and is missing; download or copy it again."

@@ -41,10 +41,10 @@ from .attribute_values import (
     write_value,
 )
 from .captured_outputs import CollectedOutput
-from .layer_code import code_of
 from .layers import DecoderLayer
 from .plain_objects import is_computed
 from .stored import FourBit, format_here, formats
+from .wings import code_of
 
 # A shared module counts in each place: otherwise a few of them could unfold into a huge tree.
 MOST_MODULES = 2**16
@@ -90,7 +90,7 @@ class BlocksRecipe(msgspec.Struct, frozen=True, tag="blocks"):
         modules: All modules, children before their parents.
         parameters: All parameters.
         imports: The Python modules of the classes and functions, besides torch's.
-        code: The digest of each function run by the layers; see `layer_code`.
+        code: The digest of each function run by the layers; None if nothing compares them.
         outputs: The outputs collected by transformers from inside the layers.
     """
 
@@ -98,7 +98,7 @@ class BlocksRecipe(msgspec.Struct, frozen=True, tag="blocks"):
     modules: list[ModuleNode]
     parameters: list[EmptyTensorNode]
     imports: list[str]
-    code: dict[str, str] = {}
+    code: dict[str, str] | None = {}
     outputs: list[CollectedOutput] = []
 
     def to_json(self) -> str:

@@ -22,6 +22,7 @@ from torch.utils.hooks import RemovableHandle
 from ..errors import ModelError
 from .attributes import Change, ModuleState, is_followed
 from .captured_outputs import has_hooks
+from .installed import package_of
 from .layers import DecoderLayer, describe_layer
 from .partial_layers import in_tree
 from .state import Held
@@ -239,13 +240,14 @@ def warn_of_modes() -> None:
 def _warn_of(modes: Iterable[Any], hooks: Sequence[Callable[..., Any]] | None) -> None:
     for mode in modes:
         kind = type(mode)
-        if kind.__module__.partition(".")[0] not in _LIBRARIES:
+        if package_of(kind.__module__) not in _LIBRARIES:
             rank_zero_warn(
                 f"A layer that lives on a worker was called inside of a {kind.__name__}, which "
                 "sees and changes nothing of what the worker computes. If it changes numbers, "
                 "leave it before the layers, or let the coordinator alone have them."
             )
-    if hooks is not None and _package_of(hooks[0]) not in _LIBRARIES:
+    home = None if hooks is None else getattr(hooks[0], "__module__", None) or ""
+    if home is not None and package_of(home) not in _LIBRARIES:
         rank_zero_warn(
             "A layer that lives on a worker was called inside of `saved_tensors_hooks`, which see "
             "and change nothing of what the worker saves for its backward. If they change numbers, "
@@ -262,10 +264,6 @@ def warn_of_changes_outside(number: int, names: Sequence[str]) -> None:
             "it. If it is more than a cache, pass it as an argument or return it, or keep the "
             "layer with the coordinator."
         )
-
-
-def _package_of(function: Callable[..., Any]) -> str:
-    return str(getattr(function, "__module__", None) or "").partition(".")[0]
 
 
 def hook_away(name: str) -> ModelError:

@@ -36,6 +36,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from ..errors import ModelError
 from .attribute_values import NAMES_OF_TORCH
+from .installed import is_installed, package_of
 from .outer_values import (
     OuterValue,
     OuterValues,
@@ -43,8 +44,6 @@ from .outer_values import (
     class_value,
     digest_of,
     global_value,
-    is_installed,
-    package_of,
     readings_in,
     resolved,
     text_of_module,

@@ -22,7 +22,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from .attributes import refill
-from .outer_values import is_installed
+from .installed import is_installed
 from .placeholders import is_away
 from .state import Same, Stamp
 

@@ -3,7 +3,6 @@
 A worker imports the user's modules by itself and has the values of their text. It lacks values set
 since by the training script (``blocks.SCALE = 2.0``, ``blocks.config.rope = False``).
 
-    is_installed   whether a module is a library's, or the user's own
     readings_in    the readings of a function, such as ``config.rope`` and ``TABLE["scale"]``
     OuterValue     one such value of the user's own modules, as text for comparison
 
@@ -16,17 +15,12 @@ from __future__ import annotations
 import ast
 import hashlib
 import inspect
-import os
-import site
 import sys
-import sysconfig
 import textwrap
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from enum import Enum
 from functools import cache
-from importlib import metadata
 from importlib.util import resolve_name
-from pathlib import Path
 from types import BuiltinFunctionType, FunctionType, ModuleType
 from typing import Any, NamedTuple, TypeAlias
 
@@ -35,6 +29,7 @@ import torch
 from torch import Tensor
 
 from .allowed_imports import MAIN, SCRIPT
+from .installed import is_installed, package_of
 from .state import MISSING
 
 _NUMBERS = frozenset({int, float, complex})
@@ -53,49 +48,12 @@ Reading: TypeAlias = tuple[str | int, ...]
 """A name, and the attributes, keys or numbers that lead from there: ``("config", "rope")``."""
 
 
-def package_of(module: str) -> str:
-    """The first part of a module's name."""
-    return module.partition(".")[0]
-
-
 def told(module: str) -> str:
     """The name of a module, the same on both sides, also for the user's script."""
     main = sys.modules[MAIN]
     if module == MAIN and main.__spec__ is not None:
         return main.__spec__.name
     return MAIN if module == SCRIPT else module
-
-
-@cache
-def _installed_folders() -> tuple[str, ...]:
-    names = ("stdlib", "platstdlib", "purelib", "platlib")
-    folders = [*map(sysconfig.get_path, names), *site.getsitepackages(), site.getusersitepackages()]
-    return tuple(f"{Path(folder).resolve()}{os.sep}" for folder in folders)
-
-
-@cache
-def is_installed(module: str) -> bool:
-    """Whether a module belongs to Python or to an installed library, rather than to the user."""
-    if module in (MAIN, SCRIPT) or module not in sys.modules:
-        return False
-    file = getattr(sys.modules[module], "__file__", None)
-    if file is None:
-        return True
-    path = Path(file).resolve()
-    depth = module.count(".") + (path.stem == "__init__")
-    above = [*path.parents][depth : depth + 1]  # empty if its name is not its place
-    return str(path).startswith(_installed_folders()) or any(
-        package_of(module) in _libraries_in(folder) for folder in above
-    )
-
-
-@cache
-def _libraries_in(folder: Path) -> frozenset[str]:
-    """The libraries installed into a folder on the path for another reason, such as `PYTHONPATH`.
-    The user's own code may lie beside them."""
-    found = metadata.distributions(path=[str(folder)])
-    files = (file for each in found for file in each.files or ())
-    return frozenset(file.parts[0].removesuffix(".py") for file in files)
 
 
 def readings_in(nodes: Iterable[ast.AST]) -> frozenset[Reading]:

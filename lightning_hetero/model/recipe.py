@@ -41,7 +41,6 @@ from .hf_config import (
     plain_config,
     read_config,
 )
-from .layer_code import check_code, code_of
 from .layers import (
     EMBEDDING_LAYER,
     LOSS_LAYER,
@@ -54,7 +53,7 @@ from .layers import (
 )
 from .partial_layers import absent_in, half_of
 from .stored import FourBit, describe_stored, format_here
-from .wings import describe_adapters, inject_adapters
+from .wings import check_code, code_of, describe_adapters, inject_adapters
 
 # The calls of torch that building takes, a few seconds of them. The decoders of transformers in
 # their default sizes take fewer than 10,000.
@@ -77,7 +76,7 @@ class Recipe(msgspec.Struct, frozen=True, tag="model"):
         embedding: The options of the input embedding, if it is among the layers.
             The loss among the layers is that of the model class.
         absent: The absent children of halves, by the numbers of the halves.
-        code: The digest of each function run by the layers; see `layer_code`.
+        code: The digest of each function run by the layers; None if nothing compares them.
     """
 
     model_class: str
@@ -89,7 +88,7 @@ class Recipe(msgspec.Struct, frozen=True, tag="model"):
     adapters: Adapters | None = None
     embedding: EmbeddingOptions | None = None
     absent: dict[int, dict[str, bool]] = {}
-    code: dict[str, str] = {}
+    code: dict[str, str] | None = {}
     imports: ClassVar[list[str]] = []
     """The Python modules that the worker's owner must have allowed: none."""
 
@@ -182,7 +181,7 @@ def joined(recipes: Iterable[Recipe]) -> list[Recipe]:
                 layers=last.layers | recipe.layers,
                 embedding=last.embedding or recipe.embedding,
                 absent=last.absent | recipe.absent,
-                code=last.code | recipe.code,
+                code=None if recipe.code is None else {**(last.code or {}), **recipe.code},
             )
         else:
             found.append(recipe)
@@ -215,7 +214,7 @@ def build_layers(
     if isinstance(recipe, BlocksRecipe):
         layers = build_blocks(recipe, allowed, device)
         collect_from(layers, recipe.outputs)
-        check_code(code_of(layers.values()), recipe.code)
+        check_code(layers.values(), recipe.code)
         return layers
     model_class = getattr(transformers, recipe.model_class, None)
     if not (isinstance(model_class, type) and issubclass(model_class, PreTrainedModel)):
@@ -239,7 +238,7 @@ def build_layers(
             f"{recipe.model_class} cannot be built from the recipe ({in_one_line(error)}); install "
             "the coordinator's versions of torch and transformers on this worker."
         ) from error
-    check_code(code_of(layers.values(), config._attn_implementation), recipe.code)
+    check_code(layers.values(), recipe.code, config._attn_implementation)
     return layers
 
 

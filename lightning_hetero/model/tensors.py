@@ -164,13 +164,11 @@ def fill(owner: nn.Module, leaf: str, content: Tensor, state: State) -> None:
     old = owner._parameters.get(leaf)
     if old is None:
         owner._buffers[leaf] = content
-    elif (stored := format_of(owner, leaf)) is not None:
-        _swap(old, stored.with_state(owner, leaf, content, state))
     else:
-        _swap(old, nn.Parameter(content, requires_grad=old.requires_grad))
+        _swap(old, _like(owner, leaf, old, content, state))
 
 
-def _swap(old: nn.Parameter, new: nn.Parameter) -> None:
+def _swap(old: nn.Parameter, new: Tensor) -> None:
     gradient = old.grad
     swap_tensors(old, new)
     # New content does not end an accumulation window.

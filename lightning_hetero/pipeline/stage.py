@@ -1,23 +1,21 @@
 """A stage: consecutive layers, with their forward and backward on one micro-batch at a time.
 
-The file begins with the parts of a forward: compiled layers and trials. Then come `StageCaches`,
-the stage's key-value caches between forwards, and `LayerState`, which refuses or reports any other
-state of layers. `Stage` is at the end.
+The file begins with `StageCaches`, the stage's key-value caches between forwards, and `LayerState`,
+which refuses or reports any other state of layers. `Stage` is at the end.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import cached_property, partial
-from itertools import compress, count
+from itertools import compress
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
-from torch.utils.checkpoint import checkpoint
+from torch.nn.modules.batchnorm import _NormBase
 from transformers import Cache, DynamicCache
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
@@ -35,83 +33,17 @@ from ..model.state import Held, Stamp
 from ..model.tensors import may_have_gradient
 from ..plan import HEAD_LAYERS, Recompute
 from .boundary import Activation, BatchNumbers, Collected, Gradients, Surroundings, leaf_of
+from .layer_runs import Call, CompiledLayers, on_trial, running_again, trained_in, training_only
 from .random_numbers import FIRST_TRIAL, PythonStreams, seed_action, seed_elsewhere
 from .rule import Key
 from .token_slices import SequenceKeys, SlicePass
 from .wings import tried_call
-
-Call = Callable[..., Any]
-
-INDUCTOR = "inductor"
 
 MOST_CACHES = 1024
 """A coordinator with more caches at once has forgotten to drop old ones."""
 
 # Layers of these libraries do not change attributes that another forward computes with.
 _TRUSTED = frozenset({"torch", "bitsandbytes", "peft"})
-
-
-def compiled(function: Call, backend: str = INDUCTOR) -> Call:
-    """A function that compiles at its first call; changing sizes become dynamic.
-
-    Args:
-        function: Is to be compiled.
-        backend: torch's name for a compiler.
-    """
-    # Random numbers as without compilation: a recomputed forward must draw the same masks.
-    options: dict[str, Any] | None = {"fallback_random": True} if backend == INDUCTOR else None
-    found: Call = torch.compile(function, backend=backend, options=options)
-    return found
-
-
-@dataclass
-class CompiledLayers:
-    """The layers of a stage, each compiled by itself when it is first called.
-
-    Layers of one class share their compiled code: torch keeps it by the code of the class.
-
-    Args:
-        backend: torch's name for a compiler.
-    """
-
-    backend: str = INDUCTOR
-    _calls: dict[nn.Module, Call] = field(default_factory=dict)
-
-    def of(self, layer: nn.Module) -> Call:
-        """The compiled forward of a layer."""
-        if layer not in self._calls:
-            self._calls[layer] = compiled(layer.forward, self.backend)
-        return self._calls[layer]
-
-
-@contextmanager
-def on_trial(layer: nn.Module, keeps_modes: bool = False) -> Iterator[None]:
-    """Inside, a layer computes as in training, without dropout; afterwards it is as before.
-
-    Batch norms keep their mode, all other modules evaluate. Buffers are copies inside, so the
-    layer's own buffers do not count as changed.
-
-    Args:
-        layer: The layer.
-        keeps_modes: Whether all modules keep their mode, so dropout is as in training too.
-    """
-    modes = {module: module.training for module in layer.modules()}
-    buffers = {module: dict(module._buffers) for module in modes}
-    copies: dict[Tensor, Tensor] = {}
-    try:
-        for module in modes:
-            if not keeps_modes and not isinstance(module, _BatchNorm):
-                module.training = False
-            for name, buffer in module._buffers.items():
-                if buffer is not None:
-                    # Modules with a common buffer must share its copy.
-                    module._buffers[name] = copies.setdefault(buffer, buffer.clone())
-        yield
-    finally:
-        for module, training in modes.items():
-            module.training = training
-            module._buffers.clear()
-            module._buffers.update(buffers[module])
 
 
 class StageCaches:
@@ -454,7 +386,7 @@ class Stage:
             outgoing = output.map(leaf_of)
         outgoing = Activation(outgoing.hidden, incoming.outputs + outgoing.collected)
         if outgoing.requires_grad:
-            graph, trained = (output, []) if keep_graph else (None, _trained(self.layers))
+            graph, trained = (output, []) if keep_graph else (None, trained_in(self.layers))
             kinds = [kind for kind, _ in incoming.collected]
             self._saved[key] = _Saved(
                 leaf, carried, kinds, graph, surroundings, trained, streams, piece
@@ -533,7 +465,7 @@ class Stage:
     def _run_again(self, key: Key, saved: _Saved) -> Activation:
         """Run the forward again, with the parameters trained in its first run."""
         with (
-            _training(self.layers, saved.trained),
+            training_only(self.layers, saved.trained),
             self._watching(key, saved.surroundings, is_again=True),
             saved.streams or nullcontext(),
         ):
@@ -606,7 +538,7 @@ class Stage:
                     _as_called, modules, call, surroundings, place, self._has_own_code, self.weights
                 )
                 if keeps_inputs or isinstance(layer, HeadAtOnce):
-                    run = _running_again(layer, run, as_called, self._has_own_code)
+                    run = running_again(layer, run, as_called, self._has_own_code)
                 with as_called():
                     if tried:
                         beside, run = along.values(names), partial(run, *args, **kwargs)
@@ -703,82 +635,6 @@ def _enter_in_backward(weights: LayerReader, number: int, results: Iterable[Tens
     for tensor in results:
         if tensor.requires_grad:
             tensor.register_hook(lambda _: weights.enter_backward(number))
-
-
-def _running_again(
-    layer: nn.Module,
-    run: Call,
-    as_called: Callable[[], AbstractContextManager[None]],
-    has_own_code: bool,
-) -> Call:
-    """A call of a layer that keeps only its arguments, and runs again in the backward.
-
-    Its graph is the layer's own without the saved tensors, so gradients are summed in the same
-    order. It must not refer to the stage: the collector cannot see through a graph.
-    """
-    trained, runs = _trained(layer), count()
-
-    def run_or_run_again(*args: Any, **kwargs: Any) -> Any:
-        with ExitStack() as inside:
-            if next(runs) > 0:
-                inside.enter_context(_training(layer, trained))
-                inside.enter_context(PythonStreams())
-                inside.enter_context(as_called())
-            return run(*args, **kwargs)
-
-    def keep_arguments(*args: Any, **kwargs: Any) -> Any:
-        return run_with_arguments_kept(
-            run_or_run_again,
-            args,
-            kwargs,
-            has_own_code,
-            preserve_rng_state=False,  # the place seeds both runs
-        )
-
-    return keep_arguments
-
-
-def run_with_arguments_kept(
-    run: Call, args: Sequence[Any], kwargs: Mapping[str, Any], has_own_code: bool, **options: Any
-) -> Any:
-    """Call a layer and keep only its arguments; the backward runs it again.
-
-    Args:
-        run: Calls the layer.
-        args: Its positional arguments.
-        kwargs: Its named arguments; `checkpoint` would take those with a name of its own options.
-        has_own_code: Whether code of the user's may be in it, which then runs to its end: that may
-            put back what the code has changed.
-        options: Of `torch.utils.checkpoint.checkpoint`.
-    """
-    num, names = len(args), [*kwargs]
-
-    def run_again(*values: Any) -> Any:
-        return run(*values[:num], **dict(zip(names, values[num:], strict=True)))
-
-    options = {"use_reentrant": False, "early_stop": not has_own_code, **options}
-    return checkpoint(run_again, *args, *kwargs.values(), **options)
-
-
-def _trained(layers: nn.Module) -> list[nn.Parameter]:
-    return [parameter for parameter in layers.parameters() if parameter.requires_grad]
-
-
-@contextmanager
-def _training(layers: nn.Module, parameters: Iterable[nn.Parameter]) -> Iterator[None]:
-    """Inside, only these parameters of layers train, as in the first run of their forward."""
-
-    def train_only(trained: Iterable[nn.Parameter]) -> None:
-        layers.requires_grad_(False)
-        for parameter in trained:
-            parameter.requires_grad_()
-
-    now = _trained(layers)
-    train_only(parameters)
-    try:
-        yield
-    finally:
-        train_only(now)
 
 
 def _check_input(before: Stamp, number: int, layer: nn.Module) -> None:

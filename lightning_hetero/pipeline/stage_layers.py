@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
@@ -13,8 +14,10 @@ from ..model.custom_layers import BlocksRecipe
 from ..model.recipe import Recipe, build_layers
 from ..model.tensors import first_names, named_tensors, set_tensor, stored_in_four_bits
 from ..protocol import messages as m
-from ..protocol.frames import Content
 from ..protocol.tensor_bytes import DTYPES, TensorSpec, dtype_name
+
+if TYPE_CHECKING:
+    from ..protocol.frames import Content
 
 
 def build_described(

@@ -38,7 +38,6 @@ def tried_in_slices(
     call: LayerCall,
     hidden: Tensor,
     run: Callable[..., Any] | None = None,
-    end: int | None = None,
 ) -> Tensor:
     """Run a layer on a sequence and on its two slices; leaves no trace.
 
@@ -47,7 +46,6 @@ def tried_in_slices(
         call: Its call for the sequence, without a cache.
         hidden: Its hidden states, of the shape (samples, tokens, features).
         run: Calls the layer; None for the layer itself.
-        end: The end of the first slice; None for the middle.
 
     Returns:
         The relative differences of results and of gradients, of the shape (2,).
@@ -56,7 +54,7 @@ def tried_in_slices(
         ModelError: If the layer cannot run on slices.
     """
     num_tokens = hidden.shape[1]
-    end = (num_tokens + 1) // 2 if end is None else end
+    end = (num_tokens + 1) // 2
     slices = [Slice(0, end, num_tokens), Slice(end, num_tokens, num_tokens)]
     try:
         with torch.enable_grad(), collecting(()):

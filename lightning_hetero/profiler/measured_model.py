@@ -13,7 +13,7 @@ from collections import defaultdict
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, NamedTuple, NoReturn, cast, get_args
+from typing import Any, NamedTuple, cast, get_args
 
 import torch
 from lightning_utilities.core.rank_zero import rank_zero_info
@@ -25,7 +25,6 @@ from .._lightning import MixedPrecision, pl
 from ..coordinator.dry_run import OptimizerSettings, SampleBatch
 from ..coordinator.handover import WholeBatches
 from ..devices.device import device_for, is_out_of_memory
-from ..errors import ModelError
 from ..model.allowed_imports import ImportedHere
 from ..model.captured_outputs import SilencedHooks
 from ..model.custom_layers import BlocksRecipe
@@ -354,7 +353,7 @@ def cut_example(
     """
     calls = list(whole.calls.values())
     request = Request(whole.hidden, replace(whole.surroundings, calls=calls))
-    batches = WholeBatches(layers, Plan([], _FEWEST_PIECES), cutting.options, _run_nothing)
+    batches = WholeBatches(layers, Plan([], _FEWEST_PIECES), cutting.options)
     batches.num_samples = cutting.sample.size
     pieces, dim = batches.cut(request)
     if len(pieces) == 1:
@@ -369,10 +368,6 @@ def cut_example(
             calls={call.layer_index: call for call in piece.surroundings.calls},
         )
     return batch_size, found
-
-
-def _run_nothing(*_: object) -> NoReturn:
-    raise ModelError("A batch that is only measured runs on no stage.")
 
 
 @dataclass(frozen=True)

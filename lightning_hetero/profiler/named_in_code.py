@@ -11,8 +11,8 @@ from collections.abc import Iterable, Iterator, Mapping
 from types import CodeType, FunctionType, MethodType, ModuleType
 from typing import Any
 
+from ..model.installed import is_installed, package_of
 from ..model.layer_code import functions_in, links_of
-from ..model.outer_values import is_installed, package_of
 
 _LIBRARIES = frozenset(
     {

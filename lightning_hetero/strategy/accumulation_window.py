@@ -24,13 +24,13 @@ from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 from torch import nn
 
 from .._lightning import pl
-from ..coordinator.connections import Connections
 from ..model.placeholders import training_flags
 from ..pipeline.awaited import AwaitedGradients, asking_for_gradients, may_be_awaited
 from ..pipeline.driver import Driver
 from ..pipeline.turns import current_turn
 
 if TYPE_CHECKING:
+    from ..coordinator.connections import Connections
     from ..coordinator.replicas import HostedReplicas
 
 _NOTHING = object()

@@ -12,7 +12,6 @@ import torch
 from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 
 from .._lightning import TrainerFn, pl
-from ..coordinator.connections import Connections
 from ..coordinator.deployment import Deployment, imports_for
 from ..coordinator.parts import DeploymentParts
 from ..coordinator.precision import autocast_dtype, scaler_of
@@ -34,6 +33,7 @@ from .arguments import (
 from .training_run import PlanFollower, TrainingRun, moves_layers
 
 if TYPE_CHECKING:
+    from ..coordinator.connections import Connections
     from ..coordinator.listed_workers import ListedWorkers
     from ..coordinator.session import Coordinator
 

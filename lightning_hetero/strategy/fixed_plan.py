@@ -4,15 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from .._lightning import pl
-from ..coordinator.connections import Connections
 from ..errors import PlanError
 from ..model.layers import DecoderLayer
 from ..plan import NAMED_PLANS, GivenPlan, Plan
 from .deploy import Move, Site
 from .training_run import PlanFollower, TrainingRun
+
+if TYPE_CHECKING:
+    from ..coordinator.connections import Connections
 
 
 class FixedPlan:

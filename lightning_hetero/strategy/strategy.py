@@ -591,7 +591,7 @@ class HeteroPipelineStrategy(SingleDeviceStrategy):
             deadlines=dataclasses.replace(self.deadlines, linger_seconds=linger_seconds),
             recover=recover,
             observers=self._observers,
-            parts=deployment_parts(),
+            parts=deployment_parts(self._options),
         )
 
     def _leave_weights(self) -> None:

@@ -26,10 +26,8 @@ from ..recovery import Recovery, too_few
 from ..worker_sources import ClusterFile
 from .arguments import StepOptions
 from .deploy import PlanSource
-from .fixed_plan import FixedPlan
 from .run_events import CallbackObserver
 from .training_run import Guard
-from .unguarded import Unguarded
 
 if TYPE_CHECKING:
     from ..coordinator.listed_workers import ListedWorkers
@@ -49,6 +47,8 @@ def plan_source(plan: str | Path | Plan, micro_batches: int | None) -> PlanSourc
             and the wing for it is not installed.
     """
     if not _has("replan"):
+        from .fixed_plan import FixedPlan
+
         return FixedPlan(plan, micro_batches)
     from ..replan.planning import PlanChoice
 
@@ -83,10 +83,22 @@ def _lookout(*run: Any) -> Any:
     return Lookout(*run)
 
 
-def deployment_parts() -> DeploymentParts:
+def deployment_parts(options: StepOptions) -> DeploymentParts:
     """The parts of a deployment, as far as they are installed."""
+    checks = "guard", "coordinator.batch_trials", "coordinator.twins", "model.layer_code"
+    missing = [name for name in checks if not _has(name)]
+    if missing and options.batches.check != "off":
+        rank_zero_warn(
+            "Nothing checks this run for wrong numbers, or not all of it, since lightning_hetero "
+            f"lacks {', '.join(missing)}; install the whole package, or set "
+            "`check_first_batch='off'`."
+        )
     parts: dict[str, Any] = {}
-    if _has("coordinator.twins"):
+    if _has("coordinator.batch_trials"):
+        from ..coordinator.batch_trials import TriedBatches
+
+        parts["batches"] = TriedBatches
+    if _has("coordinator.twins") and _has("model.layer_code"):
         from ..coordinator.twins import Twins
 
         parts["twins"] = Twins
@@ -118,14 +130,9 @@ def halves_of_layers(layers: Sequence[DecoderLayer]) -> list[DecoderLayer]:
 
 def run_guard(module: pl.LightningModule, options: StepOptions) -> Guard:
     """The watch for silent mistakes in a training."""
-    missing = [name for name in ("guard", "coordinator.twins") if not _has(name)]
-    if missing and options.batches.check != "off":
-        rank_zero_warn(
-            "Nothing checks this run for wrong numbers, or not all of it, since lightning_hetero "
-            f"lacks {' and '.join(missing)}; install the whole package, or set "
-            "`check_first_batch='off'`."
-        )
-    if "guard" in missing:
+    if not (_has("guard") and _has("coordinator.batch_trials")):
+        from .unguarded import Unguarded
+
         return Unguarded()
     from ..guard.step_guard import RunGuard
 

@@ -2,49 +2,37 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 from torch import Tensor
 
 from ..errors import LocalProtocolError
 from ..protocol import messages as m
 from ..protocol.values import Packer
-from ..transport.channel import Channel, Handler
-from .layers import MOST_COPIES, SessionLayers
-from .optimizers import SessionOptimizers
-from .parts import SessionPart
+from ..transport.channel import Handler
+from .layers import MOST_COPIES
+from .parts import SessionPart, SessionSite
 
 
 class SessionMoves(SessionPart):
     """Sends tensors to other workers, and takes theirs, with all that belongs to them.
 
     Args:
-        coordinator: The channel to the coordinator.
-        layers: The layers of the session.
-        training: Has the states and averages of their tensors.
-        channel_to: The channel for tensors to the worker of a number.
+        site: The session.
     """
 
-    def __init__(
-        self,
-        coordinator: Channel,
-        layers: SessionLayers,
-        training: SessionOptimizers,
-        channel_to: Callable[[int], Channel],
-    ) -> None:
+    def __init__(self, site: SessionSite) -> None:
         self.handlers: dict[type, Handler] = {
             m.SendTensor: self._on_send_tensor,
             m.MovedTensor: self._on_moved_tensor,
         }
-        self._coordinator = coordinator
-        self._layers = layers
-        self._optimizers = training
-        self._channel_to = channel_to
+        self._coordinator = site.coordinator
+        self._layers = site.layers
+        self._optimizers = site.optimizers
+        self._neighbors = site.neighbors
 
     def _on_send_tensor(self, message: m.SendTensor, _tensors: tuple[Tensor, ...]) -> None:
         self._layers.free(message.arrived)
         self._optimizers.leaving.drop(message.arrived)
-        channel = self._channel_to(message.member)
+        channel = self._neighbors.channel_to(message.member)
         packer, content = Packer(), self._layers.content(message.name)
         fields = self._optimizers.leaving.packed(packer, message.name, content)
         try:

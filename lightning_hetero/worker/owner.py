@@ -7,8 +7,9 @@ import threading
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from datetime import timedelta
+from typing import TYPE_CHECKING
 
 import msgspec
 import torch
@@ -22,7 +23,9 @@ from ..protocol.tensor_bytes import Buffer
 from ..recovery import LINGER_SECONDS
 from ..transport.compatibility import Identity
 from ..transport.deadlines import Deadlines
-from .second_processes import Beside
+
+if TYPE_CHECKING:
+    from .second_processes import Beside
 
 logger = logging.getLogger(__name__)
 
@@ -172,7 +175,8 @@ class Host:
         allowed: The allowed classes of layers, besides torch's and transformers' classes.
         identity: The equipment and credentials for other workers.
         owner: The owner's wishes.
-        beside: The sessions of the same run in other processes of the worker.
+        beside: The sessions of the same run in other processes of the worker; None without the
+            part for them.
     """
 
     device: torch.device
@@ -180,7 +184,7 @@ class Host:
     allowed: Allowed
     identity: Identity
     owner: Owner
-    beside: Beside = field(default_factory=Beside)
+    beside: Beside | None = None
 
 
 def _held_bytes(stage: m.StageSpec) -> int:

@@ -301,11 +301,10 @@ class SessionReplicas(SoleHolder):
     def _take_weights(self) -> None:
         for (number, content, _), tensors in self._parts.items():
             if number == self._round and content == "weights":
-                names = [*tensors]
-                parameters = self._layers.named_parameters(names)
+                parameters = self._layers.named_parameters([*tensors])
                 with torch.no_grad():
-                    for name, parameter in zip(names, parameters, strict=True):
-                        parameter.copy_(tensors[name])
+                    for parameter, tensor in zip(parameters, tensors.values(), strict=True):
+                        parameter.copy_(tensor)
 
     def _send_all(self, content: m.ReplicaContent) -> None:
         channels = []

@@ -17,11 +17,10 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Annotated
 
 import msgspec
 
-from ..protocol.fields import FEW, Bytes, StageRange
+from ..protocol import messages as m
 
 MOST_BESIDE = 8
 """So many second processes a worker starts at most."""
@@ -49,13 +48,6 @@ class Second:
         return None if owner_bytes is None else min(owner_bytes, self.most_bytes)
 
 
-class SecondStatus(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The stages of a second process, and its bytes of the device's memory."""
-
-    stages: Annotated[list[StageRange], FEW] = []
-    used_bytes: Bytes = 0
-
-
 class Beside:
     """The sessions in other processes of the same worker. Any thread may call it.
 
@@ -71,7 +63,7 @@ class Beside:
         # By session: the requested processes, the serving or waiting ones, and the receivers of the
         # answers.
         self._seconds: dict[str, Second] = {}
-        self._statuses: dict[str, SecondStatus] = {}
+        self._statuses: dict[str, m.Status] = {}
         self._asking: dict[str, Callable[[str], None]] = {}
         self._leaves_until_seconds = 0.0
 
@@ -120,10 +112,26 @@ class Beside:
             return sum(second.most_bytes for second in self._seconds.values())
 
     @property
-    def statuses(self) -> list[SecondStatus]:
-        """The latest reports of the other processes."""
+    def actions(self) -> dict[str, Callable[..., None]]:
+        """The function that carries out each word of the warm process about other processes."""
+        return {
+            "first": self.answer_all,
+            "begun": self.note_begun,
+            "refused": self.note_refused,
+            "gone": self.note_end,
+            "does": self.note_status,
+        }
+
+    def added_to(self, own: m.Status) -> m.Status:
+        """The status of this process, with the latest stages and memory of the others."""
         with self._changing:
-            return [*self._statuses.values()]
+            reports = [own, *self._statuses.values()]
+        used_bytes = sum(each.used_bytes for each in reports)
+        if (stage := own.stage) is not None:
+            stages = [s for each in reports if each.stage for s in each.stage.stages]
+            stages.sort(key=lambda each: each.number)
+            stage = msgspec.structs.replace(stage, stages=stages)
+        return msgspec.structs.replace(own, used_bytes=used_bytes, stage=stage)
 
     def open(self, second: Second, on_answer: Callable[[str], None]) -> None:
         """Start another process.
@@ -147,7 +155,7 @@ class Beside:
     def note_begun(self, session: str) -> None:
         """A process waits for this session."""
         with self._changing:
-            self._statuses[session] = SecondStatus()
+            self._statuses[session] = m.Status(0.0, 0, None)
         self._answer(session, "")
 
     def note_refused(self, session: str, reason: str) -> None:
@@ -162,7 +170,7 @@ class Beside:
             self._statuses.pop(session, None)
         self.note_refused(session, _NOT_BEGUN)
 
-    def note_status(self, session: str, status: SecondStatus) -> None:
+    def note_status(self, session: str, status: m.Status) -> None:
         """The process of this session has reported its status."""
         with self._changing:
             if session in self._statuses:

@@ -11,8 +11,8 @@ from ..pipeline.journal import FrameStore, KeptMessage, RepeatedMessages, SentLo
 from ..protocol import messages as m
 from ..protocol.frames import Encode
 from ..transport.channel import Handler
-from .neighbors import SentMessages, SessionNeighbors
-from .parts import SessionPart, SoleHolder
+from .neighbors import SentMessages
+from .parts import SessionPart, SessionSite
 
 # Report larger changes in the size of the kept messages to the coordinator.
 _REPORTED_BYTES = 2**24
@@ -22,17 +22,16 @@ class SessionSentMessages(SessionPart, SentMessages):
     """Keeps messages to other workers until a snapshot has their effects.
 
     Args:
-        neighbors: The channels to the other workers.
-        replicas: Drops repeated messages too.
+        site: The session.
     """
 
-    def __init__(self, neighbors: SessionNeighbors, replicas: SoleHolder) -> None:
+    def __init__(self, site: SessionSite) -> None:
         self.handlers: dict[type, Handler] = {
             m.KeepSent: self._on_keep_sent,
             m.ForgetSent: self._on_forget_sent,
         }
-        self._neighbors = neighbors
-        self._replicas = replicas
+        self._neighbors = site.neighbors
+        self._replicas = site.replicas  # they drop repeated messages too
         # None until a lost worker is to be replaced.
         self._log: SentLog | None = None
         self._reported_bytes = 0

@@ -61,9 +61,10 @@ from ..pipeline.codec import (
     encode_activation,
     encode_gradients,
 )
+from ..pipeline.layer_runs import CompiledLayers
 from ..pipeline.rule import Action
 from ..pipeline.runner import Runner
-from ..pipeline.stage import CompiledLayers, LayerState, Stage
+from ..pipeline.stage import LayerState, Stage
 from ..pipeline.stage_layers import numbered_layers
 from ..plan import Narrowing
 from ..protocol import messages as m

@@ -20,10 +20,9 @@ from ..model.tensors import locate, named_tensors
 from ..protocol import messages as m
 from ..protocol.frames import Frame, encode_frame
 from ..protocol.values import Packer
-from ..transport.channel import Channel, Handler
-from .layers import SessionLayers
-from .optimizers import Belongings, SessionOptimizers, tensor_in
-from .parts import SessionPart, SoleHolder
+from ..transport.channel import Handler
+from .optimizers import Belongings, tensor_in
+from .parts import SessionPart, SessionSite
 
 _PIECE_BYTES = 2**20
 
@@ -36,27 +35,18 @@ class SessionSnapshots(SessionPart):
     """Tells the state of what may have changed, and takes the state of a lost worker.
 
     Args:
-        coordinator: The channel to the coordinator.
-        layers: The layers of the session.
-        training: Has what belongs to their tensors.
-        replicas: Knows which gradients are sums of all replicas.
+        site: The session.
     """
 
-    def __init__(
-        self,
-        coordinator: Channel,
-        layers: SessionLayers,
-        training: SessionOptimizers,
-        replicas: SoleHolder,
-    ) -> None:
+    def __init__(self, site: SessionSite) -> None:
         self.handlers: dict[type, Handler] = {
             m.TakeSnapshot: self._on_take_snapshot,
             m.SnapshotTensor: self._on_snapshot_tensor,
         }
-        self._coordinator = coordinator
-        self._layers = layers
-        self._optimizers = training
-        self._replicas = replicas
+        self._coordinator = site.coordinator
+        self._layers = site.layers
+        self._optimizers = site.optimizers
+        self._replicas = site.replicas
         # The states at the launch of the layers, and the tensors changed by a lost worker.
         self._launched: dict[str, _State] = {}
         self._changed: set[str] = set()

@@ -56,7 +56,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from multiprocessing.connection import Connection, Pipe
 from types import FrameType
-from typing import NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
 from ..devices.device import is_any_in_use
 from ..errors import HeteroError, WorkerError
@@ -64,8 +64,10 @@ from ..protocol.fields import Equipment
 from ..transport.deadlines import Deadlines
 from ..transport.peer_process import cpu_seconds_of
 from .join import Joiner
-from .second_processes import Second
 from .worker import Worker
+
+if TYPE_CHECKING:
+    from .second_processes import Second
 
 logger = logging.getLogger(__name__)
 
@@ -251,7 +253,8 @@ class Supervisor:
             elif isinstance(key.data, _Member):
                 self._hear(key.data, on_ready)
             elif not os.read(key.fd, 2**16):
-                self._end_at_once()
+                self._end_all()  # the coordinator is gone, so a report is useless
+                exit_at_once(0)
         self._bury()
         self._end_hanging()
 
@@ -457,11 +460,6 @@ class Supervisor:
             member.pipe.close()
         self._members.clear()
 
-    def _end_at_once(self) -> NoReturn:
-        """End at once: the coordinator is gone, so a report is useless."""
-        self._end_all()
-        exit_at_once(0)
-
 
 def serve_one_session(
     make_worker: Callable[[SessionPlace], Worker],
@@ -487,7 +485,8 @@ def serve_one_session(
     except HeteroError as error:
         pipe.say("failed", str(error))
         return
-    worker.host.beside.begin(second, partial(pipe.say, "beside"))
+    if worker.host.beside is not None:
+        worker.host.beside.begin(second, partial(pipe.say, "beside"))
     on_drain = on_drain if second is None else _say_nothing
     threading.Thread(target=_obey, args=(worker, on_drain, place.pipe), daemon=True).start()
     pipe.say("ready", str(worker.host.device), worker.host.identity.equipment)
@@ -567,11 +566,7 @@ def _obey(worker: Worker, on_drain: Callable[[bool], None], pipe: Connection) ->
         "resume": worker.resume,
         "drain": drain,
         "retire": worker.retire,
-        "first": beside.answer_all,
-        "begun": beside.note_begun,
-        "refused": beside.note_refused,
-        "gone": beside.note_end,
-        "does": beside.note_status,
+        **({} if beside is None else beside.actions),
     }
     while True:
         try:

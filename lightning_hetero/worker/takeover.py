@@ -8,10 +8,9 @@ from typing import Any
 from ..devices.device import device_for
 from ..errors import HeteroError
 from ..protocol import messages as m
-from ..transport.channel import Channel, Handler
-from .owner import Budget, Host
-from .parts import SessionPart
-from .second_processes import Second
+from ..transport.channel import Handler
+from .parts import SessionPart, SessionSite
+from .second_processes import Beside, Second
 
 
 def room_bytes(
@@ -34,29 +33,28 @@ class SessionTakeover(SessionPart):
     """Answers a coordinator that looks for a place for a lost worker's layers.
 
     Args:
-        coordinator: The channel to the coordinator.
-        host: The worker that serves the session.
-        budget: Counts what the session takes; None if the owner sets no limit.
+        site: The session.
+        beside: The other processes of its worker.
     """
 
-    def __init__(self, coordinator: Channel, host: Host, budget: Budget | None) -> None:
+    def __init__(self, site: SessionSite, beside: Beside) -> None:
         self.handlers: dict[type, Handler] = {
             m.AskRoom: self._on_ask_room,
             m.OpenSession: self._on_open_session,
         }
-        self._coordinator = coordinator
-        self._host = host
-        self._budget = budget
+        self._site = site
+        self._beside = beside
 
     @property
     def _room_bytes(self) -> int:
-        device, allowed_bytes = device_for(self._host.device), self._host.owner.memory_bytes
-        granted_bytes = self._host.beside.granted_bytes
+        host = self._site.host
+        device, allowed_bytes = device_for(host.device), host.owner.memory_bytes
+        granted_bytes = self._beside.granted_bytes
         return room_bytes(device.untaken_bytes(), device.peak_bytes(), allowed_bytes, granted_bytes)
 
     def _on_ask_room(self, message: m.AskRoom, _tensors: Any) -> None:
-        obstacle = self._host.beside.obstacle
-        self._coordinator.send(m.RoomTold(self._room_bytes, obstacle, request=message.request))
+        obstacle = self._beside.obstacle
+        self._site.coordinator.send(m.RoomTold(self._room_bytes, obstacle, request=message.request))
 
     def _on_open_session(self, message: m.OpenSession, _tensors: Any) -> None:
         most_bytes = min(message.most_bytes, self._room_bytes)
@@ -64,16 +62,16 @@ class SessionTakeover(SessionPart):
         def answer(reason: str) -> None:
             self._share_memory()
             with suppress(HeteroError):  # the conversation has ended
-                self._coordinator.send(m.SessionOpened(reason, request=message.request))
+                self._site.coordinator.send(m.SessionOpened(reason, request=message.request))
 
-        self._host.beside.open(Second(message.name, most_bytes), answer)
+        self._beside.open(Second(message.name, most_bytes), answer)
 
     def _share_memory(self) -> None:
         """Limit this process to the rest of the owner's allowed memory after second sessions."""
-        allowed_bytes = self._host.owner.memory_bytes
+        allowed_bytes = self._site.host.owner.memory_bytes
         if allowed_bytes is None:
             return
-        most_bytes = allowed_bytes - self._host.beside.granted_bytes
-        if self._budget is not None:
-            self._budget.set_most(most_bytes)
-        device_for(self._host.device).limit_memory(most_bytes)
+        most_bytes = allowed_bytes - self._beside.granted_bytes
+        if self._site.budget is not None:
+            self._site.budget.set_most(most_bytes)
+        device_for(self._site.host.device).limit_memory(most_bytes)

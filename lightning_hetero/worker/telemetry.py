@@ -4,28 +4,22 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from ..pipeline.recorder import Recorder
 from ..protocol import messages as m
-from ..transport.channel import Channel, Handler, observe
-from .neighbors import SessionNeighbors
-from .parts import SessionPart
+from ..transport.channel import Handler, observe
+from .parts import SessionPart, SessionSite
 
 
 class SessionTelemetry(SessionPart):
     """Records spans while the coordinator wants them.
 
     Args:
-        coordinator: The channel to the coordinator.
-        recorder: Takes the spans.
-        neighbors: The session's channels.
+        site: The session.
     """
 
-    def __init__(
-        self, coordinator: Channel, recorder: Recorder, neighbors: SessionNeighbors
-    ) -> None:
-        self._coordinator = coordinator
-        self._recorder = recorder
-        self._neighbors = neighbors
+    def __init__(self, site: SessionSite) -> None:
+        self._coordinator = site.coordinator
+        self._recorder = site.recorder
+        self._neighbors = site.neighbors
         self.handlers: dict[type, Handler] = {
             m.Record: self._on_record,
             m.FetchRecord: self._on_fetch_record,

@@ -21,8 +21,7 @@ from ..plan import Weights
 from ..protocol import messages as m
 from ..transport.channel import Channel, Handler, Inbox
 from ..transport.link_probe import exchange_over, measure_link, payload
-from .owner import Host
-from .parts import Answer, SessionPart
+from .parts import Answer, SessionPart, SessionSite
 
 logger = logging.getLogger(__name__)
 
@@ -31,24 +30,19 @@ class SessionTrials(SessionPart):
     """Answers a coordinator that measures. Everything happens in the session's thread.
 
     Args:
-        coordinator: The channel to the coordinator.
-        host: The worker; the tensors that it keeps count as free memory.
-        dial_neighbor: Opens a channel, not started yet, to the worker at an address that serves the
-            session of that name; this worker has the number that is given.
+        site: The session.
         measure_reading: Measures how fast a device gets frozen weights, by their place.
     """
 
     def __init__(
         self,
-        coordinator: Channel,
-        host: Host,
-        dial_neighbor: Callable[[str, str, int], Channel],
+        site: SessionSite,
         measure_reading: Callable[[torch.device], dict[Weights, m.ReadingMeasured]],
     ) -> None:
-        self._coordinator = coordinator
+        self._coordinator = site.coordinator
         self._measure_reading = measure_reading
-        self._host = host
-        self._dial_neighbor = dial_neighbor
+        self._host = site.host
+        self._dial_neighbor = site.dial_neighbor
         self._bench: Bench | None = None
         self.handlers: dict[type, Handler] = {
             m.DescribeDevice: self._on_describe_device,

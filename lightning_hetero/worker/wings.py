@@ -17,7 +17,17 @@ from .neighbors import SessionNeighbors
 from .parts import SessionPart, SessionSite, SoleHolder, no_part
 
 if TYPE_CHECKING:
+    from .second_processes import Beside
     from .streamed_weights import Home, StreamedWeights
+
+
+def other_processes() -> Beside | None:
+    """The processes of a worker beside this one; None without the part for them."""
+    if not _has("second_processes"):
+        return None
+    from .second_processes import Beside
+
+    return Beside()
 
 
 def session_parts(site: SessionSite) -> list[SessionPart]:
@@ -26,31 +36,27 @@ def session_parts(site: SessionSite) -> list[SessionPart]:
     if _has("trials"):
         from .trials import SessionTrials
 
-        found.append(
-            SessionTrials(site.coordinator, site.host, site.dial_neighbor, measured_reading)
-        )
+        found.append(SessionTrials(site, measured_reading))
     if _has("telemetry"):
         from .telemetry import SessionTelemetry
 
-        found.append(SessionTelemetry(site.coordinator, site.recorder, site.neighbors))
+        found.append(SessionTelemetry(site))
     if _has("moves"):
         from .moves import SessionMoves
 
-        channel_to = site.neighbors.channel_to
-        found.append(SessionMoves(site.coordinator, site.layers, site.optimizers, channel_to))
+        found.append(SessionMoves(site))
     if _has("snapshots"):
         from .snapshots import SessionSnapshots
 
-        parts = site.layers, site.optimizers, site.replicas
-        found.append(SessionSnapshots(site.coordinator, *parts))
+        found.append(SessionSnapshots(site))
     if _has("sent_messages"):
         from .sent_messages import SessionSentMessages
 
-        found.append(SessionSentMessages(site.neighbors, site.replicas))
-    if _has("takeover"):
+        found.append(SessionSentMessages(site))
+    if _has("takeover") and site.host.beside is not None:
         from .takeover import SessionTakeover
 
-        found.append(SessionTakeover(site.coordinator, site.host, site.budget))
+        found.append(SessionTakeover(site, site.host.beside))
     return found
 
 

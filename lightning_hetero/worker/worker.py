@@ -20,7 +20,6 @@ import time
 from collections.abc import Callable
 from functools import partial
 
-import msgspec
 import torch
 
 from ..devices.description import equipment_here
@@ -46,8 +45,8 @@ from ..transport.reception import Reception
 from ..transport.tls import Credentials, secured
 from ..transport.wings import linger_seconds
 from .owner import Host, Owner
-from .second_processes import SecondStatus
 from .session import StageSession
+from .wings import other_processes
 
 logger = logging.getLogger(__name__)
 
@@ -124,6 +123,7 @@ class Worker:
             allowed or Allowed(),
             Identity(owner.equipment(equipment or equipment_here(device)), credentials),
             owner,
+            other_processes(),
         )
         self._is_paused = False
         self._is_draining = False
@@ -142,7 +142,8 @@ class Worker:
 
     def serve_forever(self) -> None:
         """Take connections until `stop` is called."""
-        self._reception.take_connections(lambda: self.host.beside.leaving_seconds)
+        beside = self.host.beside
+        self._reception.take_connections(lambda: 0.0 if beside is None else beside.leaving_seconds)
 
     def serve_session(self, began_seconds: float, on_over: Callable[[], None]) -> None:
         """Take connections until the first session is over.
@@ -277,8 +278,9 @@ class Worker:
         """Read the peer's Hello and answer; a refused peer gets the reason."""
         try:
             hello = receive_hello(connection, self.host.deadlines, self.host.identity)
-            if self.host.beside.is_elsewhere(hello.session):
-                self.host.beside.leave_next()
+            beside = self.host.beside
+            if beside is not None and beside.is_elsewhere(hello.session):
+                beside.leave_next()
                 raise _ServedElsewhere(
                     "another process of this worker serves this session; dial again."
                 )
@@ -379,24 +381,19 @@ class Worker:
     @property
     def _status(self) -> m.Status:
         """The status of this process, with the stages and the memory of the processes beside it."""
-        own, others, session = self.own_status, self.host.beside.statuses, self._session
-        used_bytes = sum(each.used_bytes for each in (own, *others))
+        beside, own = self.host.beside, self.own_status
+        return own if beside is None else beside.added_to(own)
+
+    @property
+    def own_status(self) -> m.Status:
+        """The status of this process."""
+        now, session, spare = time.monotonic(), self._session, self._spare
         stage = None if session is None else session.status()
-        if stage is not None:
-            stages = [each for status in (own, *others) for each in status.stages]
-            stage = msgspec.structs.replace(stage, stages=sorted(stages, key=lambda s: s.number))
-        now, spare = time.monotonic(), self._spare
         waits_for = None
         if stage is None and spare is not None and now < spare[1]:
             waits_for = spare[0]
+        used_bytes = device_for(self.host.device).used_bytes()
         return m.Status(now - self._began_seconds, used_bytes, stage, waits_for)
-
-    @property
-    def own_status(self) -> SecondStatus:
-        """The stages of this process, and its memory."""
-        session = self._session
-        stages = [] if session is None else session.status().stages
-        return SecondStatus(stages, device_for(self.host.device).used_bytes())
 
     def _check_free(self, hello: m.Hello) -> None:
         """Wait for the end of an ending run; refuse a coordinator if the run goes on.

@@ -52,7 +52,7 @@ from lightning_hetero.transport.resumption import Ledger
 from lightning_hetero.worker import session as worker_session
 from lightning_hetero.worker import snapshots as worker_snapshots
 from lightning_hetero.worker.owner import Host, Owner
-from lightning_hetero.worker.second_processes import Second
+from lightning_hetero.worker.second_processes import Beside, Second
 from lightning_hetero.worker.session import SessionOver, StageSession
 
 CPU = torch.device("cpu")
@@ -199,9 +199,9 @@ class NetSession:
         self.is_alive = True
         # Whether the rule has an action to run; only what the session does changes that.
         self._has_action = False
-        host = Host(CPU, DEADLINES, Allowed(), Identity(EQUIPMENT), Owner())
-        host.beside.ask = self._open_second
-        self._beside = host.beside
+        self._beside = Beside()
+        self._beside.ask = self._open_second
+        host = Host(CPU, DEADLINES, Allowed(), Identity(EQUIPMENT), Owner(), self._beside)
         self.session = StageSession(name, channel, host)
         self.session._dial_neighbor = self._dial  # type: ignore[method-assign]
         self.session._neighbors._dial = self._dial

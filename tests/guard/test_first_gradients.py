@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lightning_hetero.coordinator.handover import TriedHandOver
+from lightning_hetero.coordinator.batch_trials import TriedHandOver
 from lightning_hetero.errors import ModelError
 from lightning_hetero.guard.first_gradients import RunGradients, WatchesBackwards
 from lightning_hetero.pipeline.boundary import Collected

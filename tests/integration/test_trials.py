@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from lightning_hetero import HeteroPipelineStrategy, Plan, StagePlan
+from lightning_hetero.coordinator.batch_trials import trying
 
 from ..conftest import worker_process
 from ..models import fit, loader
@@ -39,7 +40,7 @@ class Trying(LayeredModule):
         deployment = self.trainer.strategy.deployment
         for _ in range(self.num_trials):
             deployment.coordinator.stages.begin_step(1, accumulate=False, is_trial=True)
-            with torch.no_grad(), deployment.hand_overs.trying(is_cut=False):
+            with torch.no_grad(), trying(deployment.hand_overs, is_cut=False):
                 self.tried.append(self.model(batch["input_ids"]))
 
 

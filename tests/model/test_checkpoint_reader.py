@@ -634,6 +634,33 @@ def test_a_shard_that_is_cut_after_opening_is_named(tmp_path: Path, llama: PreTr
         opened.read(EMBEDDING)
 
 
+@pytest.mark.follows(
+    "Start the run again; save other weights into a folder of their own.",
+)
+@pytest.mark.parametrize("is_large", [False, True])
+def test_weights_saved_over_an_open_checkpoint_are_refused(
+    tmp_path: Path, llama: PreTrainedModel, monkeypatch: pytest.MonkeyPatch, is_large: bool
+) -> None:
+    """A lost worker's layers are read again, long after the others."""
+    monkeypatch.setattr(checkpoint_reader, "LARGE_BYTES", 1)
+
+    def read(opened: Checkpoint) -> Tensor:
+        rows = opened.rows(EMBEDDING) if is_large else None
+        return opened.read(EMBEDDING)[""] if rows is None else torch.cat([r for _, r in rows])
+
+    opened = Checkpoint.open(tmp_path, on_meta(llama))
+    with torch.no_grad():
+        llama.model.embed_tokens.weight.add_(1)
+    llama.save_pretrained(tmp_path / "other")
+    read(opened)
+    llama.save_pretrained(tmp_path)
+    with pytest.raises(CheckpointError, match=r"model\.safetensors was written after this run"):
+        read(opened)
+    assert torch.equal(
+        read(Checkpoint.open(tmp_path, on_meta(llama))), llama.get_input_embeddings().weight
+    )
+
+
 def test_a_read_that_failed_leaves_nothing_behind(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

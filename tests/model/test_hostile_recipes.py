@@ -349,7 +349,7 @@ def test_a_name_that_nobody_reads_causes_no_connection(
     name: str, attempts: list[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # The recipe tells the code of a model without adapters.
-    monkeypatch.setattr(recipes, "check_code", lambda here, wanted: None)
+    monkeypatch.setattr(recipes, "check_code", lambda *_: None)
     assert build_layers(Recipe.from_json(IGNORED[name]))
     assert not attempts
 

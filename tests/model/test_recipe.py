@@ -29,10 +29,11 @@ from transformers import (
 )
 
 from lightning_hetero.errors import ModelError
+from lightning_hetero.model import wings
 from lightning_hetero.model.adapters import Adapters
 from lightning_hetero.model.allowed_imports import Allowed
 from lightning_hetero.model.captured_outputs import is_collecting
-from lightning_hetero.model.custom_layers import BlocksRecipe
+from lightning_hetero.model.custom_layers import BlocksRecipe, describe_blocks
 from lightning_hetero.model.hf_config import plain_config
 from lightning_hetero.model.layers import DecoderLayer, find_decoder_layers
 from lightning_hetero.model.recipe import Recipe, build_layers, joined, write_recipe
@@ -253,6 +254,33 @@ def test_stages_of_one_model_are_built_together() -> None:
     assert apart == write_recipe(other, numbered(other))
     with_adapters = replace(whole, adapters=Adapters({}, []))
     assert joined([with_adapters, whole]) == [with_adapters, whole]
+
+
+@pytest.mark.follows("lacks `model.layer_code`; install the whole package on the worker.")
+def test_code_that_one_end_cannot_compare_is_refused_or_said(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    root = Module(llama())
+    first, second = numbered(root, 0, 1), numbered(root, 1, 3)
+    compared = write_recipe(root, first)
+    build_layers(compared)
+    with monkeypatch.context() as patch:
+        patch.setattr(wings, "_has_layer_code", lambda: False)
+        with pytest.raises(ModelError, match="cannot compare the code of its layers"):
+            build_layers(compared)
+        with pytest.warns(UserWarning, match="Nothing compares the code of layers here"):
+            recipes = [write_recipe(root, first), write_recipe(root, second)]
+        (whole,) = joined(recipes)
+        assert whole.code is None
+        build_layers(whole)
+        blocks = [(0, DecoderLayer("own", nn.Linear(2, 2)))]
+        with pytest.warns(UserWarning, match="Nothing compares the code of layers here"):
+            own = describe_blocks(blocks)
+        build_layers(own)
+    # As at a worker that could compare them.
+    assert all(build_layers(Recipe.from_json(each.to_json())) for each in (whole, own))
+    with pytest.raises(ModelError, match="The code of another function is not the same"):
+        build_layers(replace(own, code={"another function": "1"}))
 
 
 def test_labels_are_the_users_own_words() -> None:

@@ -18,8 +18,9 @@ from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRot
 
 from lightning_hetero.model.layer_call import LayerCall
 from lightning_hetero.pipeline.boundary import Activation, Gradients, Surroundings
+from lightning_hetero.pipeline.layer_runs import CompiledLayers
 from lightning_hetero.pipeline.rule import Key
-from lightning_hetero.pipeline.stage import CompiledLayers, Stage
+from lightning_hetero.pipeline.stage import Stage
 
 from ..pairwise import keeping
 

@@ -13,8 +13,9 @@ from torch import Tensor, nn
 from lightning_hetero.model.layer_call import LayerCall
 from lightning_hetero.model.layers import EMBEDDING_LAYER
 from lightning_hetero.pipeline.boundary import Activation, Surroundings
+from lightning_hetero.pipeline.layer_runs import on_trial
 from lightning_hetero.pipeline.rule import Key
-from lightning_hetero.pipeline.stage import Stage, on_trial
+from lightning_hetero.pipeline.stage import Stage
 from lightning_hetero.pipeline.trial_backward import (
     TRIED,
     TriedBackward,

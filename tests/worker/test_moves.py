@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
+from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
@@ -24,6 +25,7 @@ from lightning_hetero.worker.layers import SessionLayers
 from lightning_hetero.worker.moves import SessionMoves
 from lightning_hetero.worker.optimizers import SessionOptimizers
 from lightning_hetero.worker.owner import Host, Owner
+from lightning_hetero.worker.parts import SessionSite
 from lightning_hetero.worker.wings import streamed_weights
 
 from ..models import tiny_llama
@@ -59,9 +61,13 @@ class OneWorker:
             list,
             lambda _name: True,
         )
-        moves = SessionMoves(
-            coordinator, self.layers, self.training, lambda _number: cast(Channel, self.others)
+        site = SimpleNamespace(
+            coordinator=coordinator,
+            layers=self.layers,
+            optimizers=self.training,
+            neighbors=SimpleNamespace(channel_to=lambda _number: self.others),
         )
+        moves = SessionMoves(cast(SessionSite, site))
         self.handlers = {
             **self.layers.handlers,
             **self.training.handlers,

@@ -5,7 +5,8 @@ from __future__ import annotations
 from contextlib import ExitStack, nullcontext
 from functools import partial
 from itertools import product
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import msgspec
 import pytest
@@ -26,7 +27,7 @@ from lightning_hetero.protocol.frames import Content, Frame
 from lightning_hetero.protocol.values import Packer
 from lightning_hetero.transport.channel import Channel
 from lightning_hetero.worker.neighbors import SessionNeighbors
-from lightning_hetero.worker.parts import SoleHolder
+from lightning_hetero.worker.parts import SessionSite, SoleHolder
 from lightning_hetero.worker.sent_messages import SessionSentMessages
 
 from ..transport.pairs import End, channel_pair
@@ -255,7 +256,8 @@ def test_the_late_word_of_a_worker_whose_place_another_one_has_is_dropped() -> N
         channel_pair() as (_, replacing),
     ):
         neighbors = SessionNeighbors(coordinator.channel, nobody)
-        kept = SessionSentMessages(neighbors, SoleHolder())
+        site = SimpleNamespace(neighbors=neighbors, replicas=SoleHolder())
+        kept = SessionSentMessages(cast(SessionSite, site))
         kept.handlers[m.KeepSent](m.KeepSent(2**20), ())
         neighbors.attach(frozen.channel, 2)
         neighbors.attach(replacing.channel, 2)

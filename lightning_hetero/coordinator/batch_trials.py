@@ -1,0 +1,240 @@
+"""The trials of whole batches: do pieces have the results that the batch has?
+
+Layers that mix samples would compute something else for pieces, and so would layers with an
+argument that has by chance as many rows as the batch has samples. So the first two pieces of the
+first hand-over of each kind also run as one, and both results are compared. Two pieces take as much
+memory as two micro-batches in flight.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+
+import torch
+from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
+from torch import Tensor, nn
+from typing_extensions import override
+
+from ..errors import BatchError, StageFailed
+from ..model.layers import has_own_code
+from ..pipeline.boundary import Activation, Collected
+from ..pipeline.handover import Request, Rows, listed_arguments
+from ..pipeline.microbatch import BatchOptions
+from ..pipeline.tolerance import (
+    GO_ON,
+    HIDDEN_STATES,
+    Compared,
+    Rounding,
+    end_or_warn,
+    norm_error,
+)
+from ..pipeline.trial_backward import (
+    TRIED,
+    TriedBackward,
+    backwards_in,
+    difference_of_backwards,
+    other_gradients,
+)
+from ..plan import Plan
+from ..protocol.tensor_bytes import DTYPES
+from .handover import Cuts, HandOvers, Trial, WholeBatches, as_leaves
+
+
+class TriedBatches(WholeBatches):
+    """Cuts the hand-overs of whole batches into pieces, and compares the first ones with the whole.
+
+    Args:
+        layers: The layers on workers by their numbers.
+        plan: Says the number of pieces.
+        options: The user's options.
+        trial: Runs pieces on the stages and leaves no trace.
+    """
+
+    def __init__(
+        self, layers: Mapping[int, nn.Module], plan: Plan, options: BatchOptions, trial: Trial
+    ) -> None:
+        super().__init__(layers, plan, options)
+        self._dtypes = [DTYPES[stage.dtype] for stage in plan.stages if stage.dtype is not None]
+        self._check = options.check
+        self._has_own_code = any(map(has_own_code, layers.values()))
+        self._trial = trial
+        # The compared kinds: with gradients, in training mode, and how arguments are cut.
+        self._checked: set[tuple[bool, bool, Cuts]] = set()
+
+    @override
+    def pieces(self, request: Request) -> tuple[list[Request], int]:
+        """The pieces of a hand-over, and the dimension for joining them again.
+
+        Raises:
+            BatchError: If the first pieces give another result than the whole, and the check is to
+                stop the run.
+        """
+        pieces, dim, cuts = self._cut(request)
+        if len(pieces) > 1 and self._check_once(request, dim, cuts):
+            return self.cut(request)
+        return pieces, dim
+
+    def _check_once(self, request: Request, dim: int, cuts: Cuts) -> bool:
+        """Compare pieces with the whole, for the first hand-over of its kind; returns whether the
+        request is to be cut in another way."""
+        if self._check == "off":
+            return False
+        around = request.surroundings
+        is_training = any(call.training for call in around.calls)
+        kind = around.grad_enabled, is_training, cuts
+        if kind in self._checked:
+            return False
+        self._checked.add(kind)
+        pieces, whole = self._compared(request, dim, self._rows)
+        expected = self._run([whole], dim)
+        difference = self._difference(request, self._run(pieces, dim), expected)
+        if not difference.is_other:
+            if around.grad_enabled and is_training and self._has_own_code:
+                self._check_backwards(pieces, whole, difference.allowed)
+            return False
+        again = self._difference(request, self._run([whole], dim), expected)
+        if difference.found <= 2 * again.found:
+            rank_zero_info(
+                "whether layers on workers mix the samples of a batch was not checked: they draw "
+                "random numbers in evaluation mode too, so that every forward gives another result"
+            )
+            return False
+        if self._finds_rows(request, dim):
+            return True
+        text = (
+            "The layers on workers compute other hidden states for a batch than for its "
+            f"micro-batches: the difference is {difference} of their norm. They mix "
+            "the samples of a batch, or another dimension than the one that is cut counts them."
+        )
+        if listed := listed_arguments(request, dim):
+            text = (
+                f"{text} Or the argument {listed[0]} is a list with an entry for each sample: it "
+                "goes whole to each micro-batch, and a tensor would be cut. Pass a tensor then."
+            )
+        if self._check == "stop" and difference.is_large:
+            remedies = self._remedies(request, dim)
+            raise BatchError(f"{text} This repairs it: {remedies}. {GO_ON}")
+        rank_zero_warn(f"{text} With `micro_batches=1` the batch stays whole.")
+        return False
+
+    def _finds_rows(self, request: Request, dim: int) -> bool:
+        """Find an argument with zero or several rows for each sample, such as a table of positions,
+        if this makes the results of pieces right; returns whether there is one."""
+        fits = self._fits(request, dim)
+        for name, rows in self._other_rows(request, dim):
+            # A worker forgets the present step after an error in its layer.
+            if fits(rows) and self._is_right(request, dim, rows):
+                self._take_rows(name, rows)
+                return True
+        return False
+
+    def _check_backwards(self, pieces: Sequence[Request], whole: Request, rounding: float) -> None:
+        """Compare the layers' answers to made-up gradients.
+
+        Raises:
+            BatchError: If they differ, and the check is to stop the run.
+        """
+        expected, *cut = (_with_backwards(each, self._trial)[0] for each in (whole, *pieces))
+        difference = difference_of_backwards(expected, cut, rounding)
+        if difference.is_other:
+            end_or_warn(other_gradients("first", difference), self._check, ends=True)
+
+    def _remedies(self, request: Request, dim: int) -> str:
+        """A remedy tried with success, or remedies that always help."""
+        other = 1 - dim
+        if other < request.hidden.ndim - 1 and self._is_right(request, other, self._rows):
+            return f"`batch_dim={other}`, or `micro_batches=1`"
+        return "`micro_batches=1`, or these layers on the coordinator"
+
+    def _is_right(self, request: Request, dim: int, rows: Rows) -> bool:
+        """Whether pieces give the result of the whole, cut along a dimension, with so many rows for
+        each sample in some arguments."""
+        try:
+            pieces, whole = self._compared(request, dim, rows)
+            found, expected = self._run(pieces, dim), self._run([whole], dim)
+        except (BatchError, StageFailed):
+            return False
+        is_like = [t.shape for t in found.tensors] == [t.shape for t in expected.tensors]
+        if len(pieces) < 2 or not is_like:
+            return False
+        return not self._difference(request, found, expected).is_other
+
+    def _run(self, pieces: Sequence[Request], dim: int) -> Activation:
+        tried = [
+            Request(piece.hidden.detach(), replace(piece.surroundings, grad_enabled=False))
+            for piece in pieces
+        ]
+        return self._trial(tried, dim)
+
+    def _difference(self, request: Request, found: Activation, expected: Activation) -> Compared:
+        """The difference of two results of a request."""
+        parameters = [p for layer in self.layers.values() for p in layer.parameters()]
+        # Weights stored in 4 bits are taken to be multiplied in half precision.
+        packed = [torch.bfloat16 for p in parameters if not p.is_floating_point()]
+        autocast = request.surroundings.autocast_dtype or torch.float32
+        dtypes = [*self._dtypes, request.hidden.dtype, autocast, *packed]
+        rounding = Rounding.of(parameters, dtypes).of_hidden(len(self.layers))
+        pairs = zip(found.tensors, expected.tensors, strict=True)
+        error = max(norm_error(mine, other) for mine, other in pairs)
+        return HIDDEN_STATES.compare(error, rounding)
+
+
+def _with_backwards(one: Request, trial: Trial) -> tuple[list[TriedBackward], Activation]:
+    """Run a request without gradients, and layers with code of the user's own backwards too."""
+    collect = [*one.surroundings.collect, TRIED]
+    around = replace(one.surroundings, collect=collect, grad_enabled=False)
+    found = trial([Request(one.hidden.detach(), around)], 0)
+    tried = [tensor for kind, tensor in found.collected if kind == TRIED]
+    others = tuple(each for each in found.collected if each.kind != TRIED)
+    return backwards_in(tried), replace(found, collected=others)
+
+
+@dataclass(frozen=True)
+class TriedHandOver:
+    """A hand-over of a trial with gradients on.
+
+    Args:
+        sent: The sent hidden states, and the tensors sent with them.
+        back: The returned hidden states, a leaf with gradients.
+        outputs: The returned collected outputs, such as router logits, leaves with gradients.
+        backwards: The answers of layers to made-up gradients.
+    """
+
+    sent: Sequence[Tensor]
+    back: Tensor
+    outputs: Sequence[Collected] = ()
+    backwards: Sequence[TriedBackward] = ()
+
+
+@contextmanager
+def trying(hand_overs: HandOvers, *, is_cut: bool) -> Iterator[Sequence[TriedHandOver]]:
+    """Inside, forwards leave no trace on the stages, and dropout is off.
+
+    You must begin a step before. The block gets a growing list of the hand-overs with gradients on.
+
+    Args:
+        hand_overs: Of the layers on workers.
+        is_cut: Whether hand-overs are cut into the plan's pieces, or stay whole.
+    """
+    batches, trial = hand_overs.batches, hand_overs.without_trace
+    runs_backwards = any(map(has_own_code, batches.layers.values()))
+    tried: list[TriedHandOver] = []
+
+    def answer(request: Request) -> Activation:
+        pieces, dim = batches.cut(request) if is_cut else ([request], 0)
+        backwards: list[TriedBackward] = []
+        if not torch.is_grad_enabled():
+            return trial(pieces, dim)
+        if runs_backwards and len(pieces) == 1:
+            backwards, found = _with_backwards(request, trial)
+        else:
+            found = trial(pieces, dim)
+        sent = (request.hidden, *request.surroundings.carried.values())
+        found = as_leaves(found)
+        tried.append(TriedHandOver(sent, found.hidden, found.outputs, backwards))
+        return found
+
+    with hand_overs.trying(answer):
+        yield tried
