@@ -29,7 +29,7 @@ from ..model.head import HeadAtOnce, with_head_at_once
 from ..model.kv_cache import LayersElsewhere, cache_index
 from ..model.layer_call import CacheUse, LayerCall, put_hidden, tensors_of
 from ..model.layers import EMBEDDING_LAYER, describe_layer, has_own_code
-from ..model.state import Stamp
+from ..model.state import Held, Stamp
 from ..model.tensors import may_have_gradient
 from ..plan import HEAD_LAYERS, Recompute
 from .boundary import Activation, BatchNumbers, Collected, Gradients, Surroundings, leaf_of
@@ -533,7 +533,7 @@ class Stage:
                 if piece is not None:
                     run = piece.calling(run, call, layer)
                 place = self.seed, dropout_step, call.layer_index, *within_step
-                modules = self._modules.get(layer) or dict(layer.named_modules())
+                modules = self._modules.get(layer) or _ModulesOf(layer)
                 as_called = partial(
                     _as_called, modules, call, surroundings, place, self._has_own_code, self.weights
                 )
@@ -564,9 +564,8 @@ class Stage:
             return Activation(hidden.to(given), tuple(others))
 
     @cached_property
-    def _modules(self) -> dict[nn.Module, dict[str, nn.Module]]:
-        """By layer, its modules by name: a walk for each call would take longer than a norm."""
-        return {layer: dict(layer.named_modules()) for layer in self.layers.values()}
+    def _modules(self) -> dict[nn.Module, _ModulesOf]:
+        return {layer: _ModulesOf(layer) for layer in self.layers.values()}
 
     @cached_property
     def _has_own_code(self) -> bool:
@@ -579,9 +578,34 @@ class Stage:
         return torch.autocast(self.device.type, dtype=dtype, cache_enabled=False)
 
 
+class _ModulesOf:
+    """The modules of a layer. A walk for each call would take longer than a norm.
+
+    Args:
+        layer: The layer. Its forward may add modules, or replace some.
+    """
+
+    def __init__(self, layer: nn.Module) -> None:
+        self.layer = layer
+        self._look()
+
+    def by_name(self) -> Mapping[str, nn.Module]:
+        """The present modules by their names."""
+        if not self._held.is_same():
+            self._look()
+        return self._by_name
+
+    def _look(self) -> None:
+        self._by_name = dict(self.layer.named_modules())
+        found = (module._modules for module in self._by_name.values())
+        tables = [each for each in found if isinstance(each, dict)]  # a script's are no dictionary
+        places = ((table, *pair) for table in tables for pair in table.items())
+        self._held = Held(places, tables)
+
+
 @contextmanager
 def _as_called(
-    modules: Mapping[str, nn.Module],
+    modules: _ModulesOf,
     call: LayerCall,
     surroundings: Surroundings,
     place: tuple[int, ...],
@@ -589,16 +613,18 @@ def _as_called(
     weights: LayerReader | None,
 ) -> Iterator[None]:
     """Inside, a layer has its weights, is in the modes of its call, and draws the random numbers of
-    its place: seed, step, layer, micro-batch and visit. Its modules are given by name."""
+    its place: seed, step, layer, micro-batch and visit."""
     if weights is not None:
         weights.enter(call.layer_index)
-    call.set_modes(modules)
+    call.set_modes(modules.by_name())
     seed_action(*place)
     if has_own_code:  # torch and transformers draw from torch alone
         seed_elsewhere(*place)
     with (
         making(surroundings.default_dtype),
-        on_trial(modules[""], surroundings.keeps_modes) if surroundings.is_trial else nullcontext(),
+        on_trial(modules.layer, surroundings.keeps_modes)
+        if surroundings.is_trial
+        else nullcontext(),
     ):
         yield
 

@@ -193,6 +193,34 @@ def test_each_layer_runs_in_the_mode_that_the_model_called_it_in() -> None:
     assert not torch.equal(stage.forward(Key(0), incoming, around).hidden, hidden)
 
 
+class Growing(nn.Module):
+    """A layer that makes modules in its first forward, or puts one into the place of another."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__()
+        self.name, self.taken, self.more = name, nn.Identity(), nn.ModuleList()
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        if self.name == "list":
+            if not self.more:
+                self.more.insert(0, nn.Dropout(0.5))
+            return self.more[0](hidden)  # type: ignore[no-any-return]
+        if not isinstance(getattr(self, self.name, None), nn.Dropout):
+            setattr(self, self.name, nn.Dropout(0.5))
+        return getattr(self, self.name)(hidden)  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("name", ["new", "taken", "list"])
+def test_a_module_made_by_a_forward_follows_the_mode_of_later_calls(name: str) -> None:
+    stage = stage_of(Growing(name))
+    hidden = Activation(torch.ones(1, 64))
+    drawn = stage.forward(FIRST, hidden, surroundings(*plain_calls(1)))
+    assert not drawn.hidden.all()
+    calls = plain_calls(1, training=False)
+    kept = stage.forward(FIRST, hidden, surroundings(*calls, grad_enabled=False))
+    assert torch.equal(kept.hidden, hidden.hidden)
+
+
 def dropout_mask(
     step: int = 1, key: Key = FIRST, layer: int = 1, seed: int = 5, first: int = 1, number: int = 1
 ) -> Tensor:
