@@ -79,7 +79,8 @@ class BatchWork:
         name: Names the batch in an error of a later backward.
         is_before_step: Whether an optimizer steps after the batch.
         starts_first: Whether its micro-batches begin as early as they may, whatever the driver's
-            other batches do.
+            other batches do. Only the last one waits for a backward, so what a forward does shows
+            to other forwards, and what a backward does too.
     """
 
     microbatches: Sequence[MicrobatchStep]
@@ -398,7 +399,7 @@ class _RunningStep:
         action = choose(
             ready,
             self._in_flight,
-            self.max_started,
+            self._most_started,
             self.driver.starts_first or self._batch.starts_first,
             [action for action in ready if self._runs_layers(action)] if has_layers else (),
         )
@@ -448,9 +449,16 @@ class _RunningStep:
 
     def _waits_for_start(self, index: int) -> bool:
         """Whether the loss of a micro-batch waits until the next batch has started."""
-        may_start = self._next in self._batch.numbers and len(self._in_flight) < self.max_started
+        may_start = self._next in self._batch.numbers and len(self._in_flight) < self._most_started
         is_first = self._next == self._batch.first
         return self.driver.loss_waits and self._is_earlier(index) and is_first and may_start
+
+    @property
+    def _most_started(self) -> int:
+        """The most micro-batches in flight of the present batch."""
+        if not self._batch.starts_first:
+            return self.max_started
+        return min(self.max_started, max(2, len(self._batch.microbatches) - 1))
 
     def _ready_forwards(self) -> Iterator[Key]:
         if self._next in self._batch.numbers:

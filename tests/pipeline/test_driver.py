@@ -198,12 +198,22 @@ def test_a_loss_whose_activation_is_there_goes_before_a_new_forward() -> None:
     assert names == ["1F0", "1B0", "1F1", "1B1", "1F2", "1B2"]
 
 
-def test_a_batch_may_have_all_on_their_way_before_one_goes_on() -> None:
+@pytest.mark.parametrize(
+    ("count", "limit", "expected"),
+    [
+        (4, 3, "1F0 1F1 1F2 1B0 1F3 1B1 1B2 1B3"),
+        (4, 9, "1F0 1F1 1F2 1B0 1F3 1B1 1B2 1B3"),
+        (2, 9, "1F0 1F1 1B0 1B1"),
+        (2, 1, "1F0 1B0 1F1 1B1"),
+    ],
+)
+def test_in_a_checked_batch_most_start_before_one_goes_on_and_the_last_one_later(
+    count: int, limit: int, expected: str
+) -> None:
     pipeline = Pipeline(num_stages=1)
     pipeline.chain.__class__ = QuickChain
-    pipeline.run(microbatches(4), limit=3, starts_first=True)
-    names = [str(action) for action in pipeline.chain.actions]
-    assert names == ["1F0", "1F1", "1F2", "1B0", "1F3", "1B1", "1B2", "1B3"]
+    pipeline.run(microbatches(count), limit, starts_first=True)
+    assert [str(action) for action in pipeline.chain.actions] == expected.split()
 
 
 def test_a_second_step_starts_from_its_own_gradients() -> None:
