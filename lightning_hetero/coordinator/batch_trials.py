@@ -3,12 +3,16 @@
 Layers that mix samples would compute something else for pieces, and so would layers with an
 argument that has by chance as many rows as the batch has samples. So the first two pieces of the
 first hand-over of each kind also run as one, and both results are compared. Two pieces take as much
-memory as two micro-batches in flight. Arguments with equal rows, such as zeros, show no wrong cut,
-so a hand-over is compared again when such rows differ for the first time.
+memory as two micro-batches in flight.
+
+The first hand-over does not show everything: a layer may mix samples behind a parameter of zero, or
+after a change of its attributes, and arguments with equal rows, such as zeros, fit each cut. So the
+10th, 100th, ... hand-over of a kind is compared too, and the first one in which such rows differ.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -61,9 +65,11 @@ class TriedBatches(WholeBatches):
         self._check = options.check
         self._has_own_code = any(map(has_own_code, layers.values()))
         self._trial = trial
-        # The compared kinds: with gradients, in training mode, and how arguments are cut. For each
-        # kind, the arguments whose rows were equal in all comparisons: no cut of them shows.
-        self._checked: dict[tuple[bool, bool, Cuts], Set[str]] = {}
+        # How often each kind was handed over: with gradients, in training mode, and how arguments
+        # are cut. For each kind, the arguments whose rows were equal in all comparisons: no cut of
+        # them shows.
+        self._numbers: Counter[tuple[bool, bool, Cuts]] = Counter()
+        self._unshown: dict[tuple[bool, bool, Cuts], Set[str]] = {}
 
     @override
     def pieces(self, request: Request) -> tuple[list[Request], int]:
@@ -79,32 +85,39 @@ class TriedBatches(WholeBatches):
         return pieces, dim
 
     def _check_once(self, request: Request, dim: int, cuts: Cuts) -> bool:
-        """Compare pieces with the whole, for the first hand-over of its kind, and again when rows
-        differ that were equal; returns whether the request is to be cut in another way."""
+        """Compare pieces with the whole if it is the turn of this hand-over; returns whether the
+        request is to be cut in another way. A difference in a later turn never ends the run."""
         if self._check == "off":
             return False
         around = request.surroundings
         is_training = any(call.training for call in around.calls)
         kind = around.grad_enabled, is_training, cuts
-        unshown = self._checked.get(kind)
+        self._numbers[kind] += 1
+        number, unshown = self._numbers[kind], self._unshown.get(kind)
         names = self._ambiguous(request, dim) if unshown is None else unshown
         equal = _with_equal_rows(request, names)
-        if equal == unshown:
+        is_later = equal == unshown
+        if is_later and str(number).strip("0") != "1":  # no power of ten
             return False
-        self._checked[kind] = equal
+        self._unshown[kind] = equal
         pieces, whole = self._compared(request, dim, self._rows)
         expected = self._run([whole], dim)
         difference = self._difference(request, self._run(pieces, dim), expected)
         if not difference.is_other:
             if around.grad_enabled and is_training and self._has_own_code:
-                self._check_backwards(pieces, whole, difference.allowed)
+                made = self._difference_of_backwards(pieces, whole, difference.allowed)
+                if made.is_other:
+                    text = other_gradients("present" if is_later else "first", made)
+                    end_or_warn(text, self._check, ends=not is_later)
             return False
         again = self._difference(request, self._run([whole], dim), expected)
         if difference.found <= 2 * again.found:
-            rank_zero_info(
-                "whether layers on workers mix the samples of a batch was not checked: they draw "
-                "random numbers in evaluation mode too, so that every forward gives another result"
-            )
+            if not is_later:
+                rank_zero_info(
+                    "whether layers on workers mix the samples of a batch was not checked: they "
+                    "draw random numbers in evaluation mode too, so that every forward gives "
+                    "another result"
+                )
             return False
         if self._finds_rows(request, dim):
             return True
@@ -118,7 +131,7 @@ class TriedBatches(WholeBatches):
                 f"{text} Or the argument {listed[0]} is a list with an entry for each sample: it "
                 "goes whole to each micro-batch, and a tensor would be cut. Pass a tensor then."
             )
-        if self._check == "stop" and difference.is_large:
+        if self._check == "stop" and difference.is_large and not is_later:
             remedies = self._remedies(request, dim)
             raise BatchError(f"{text} This repairs it: {remedies}. {GO_ON}")
         rank_zero_warn(f"{text} With `micro_batches=1` the batch stays whole.")
@@ -141,16 +154,12 @@ class TriedBatches(WholeBatches):
                 return True
         return False
 
-    def _check_backwards(self, pieces: Sequence[Request], whole: Request, rounding: float) -> None:
-        """Compare the layers' answers to made-up gradients.
-
-        Raises:
-            BatchError: If they differ, and the check is to stop the run.
-        """
+    def _difference_of_backwards(
+        self, pieces: Sequence[Request], whole: Request, rounding: float
+    ) -> Compared:
+        """The difference of the layers' answers to made-up gradients."""
         expected, *cut = (_with_backwards(each, self._trial)[0] for each in (whole, *pieces))
-        difference = difference_of_backwards(expected, cut, rounding)
-        if difference.is_other:
-            end_or_warn(other_gradients("first", difference), self._check, ends=True)
+        return difference_of_backwards(expected, cut, rounding)
 
     def _remedies(self, request: Request, dim: int) -> str:
         """A remedy tried with success, or remedies that always help."""

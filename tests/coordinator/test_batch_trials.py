@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
@@ -74,6 +75,29 @@ def test_samples_that_stand_alone_are_cut_and_compared_once_for_each_kind() -> N
     assert len(stages.shapes) == 3
     cut(batches, request_of(grad=False, training=False))
     assert len(stages.shapes) == 6
+
+
+def test_layers_that_begin_to_mix_samples_later_are_warned_of() -> None:
+    """As behind a gate that is a parameter of zero at first."""
+    gate = 0.0
+
+    def gated(hidden: Tensor) -> Tensor:
+        return by_sample(hidden) + gate * hidden.mean(0)
+
+    stages = Stages(gated)
+    batches = whole_batches(stages)
+    for _ in range(9):
+        cut(batches)
+    assert len(stages.shapes) == 3
+    gate = 1.0
+    with pytest.warns(UserWarning, match="They mix the samples of a batch"):
+        cut(batches)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for _ in range(89):
+            cut(batches)
+    with pytest.warns(UserWarning, match="They mix the samples of a batch"):
+        cut(batches)
 
 
 class Computing(nn.Module):
