@@ -51,20 +51,25 @@ through several rooms:
                            a sensor: devices/device.py (health)
     a transport            beside transport/connection.py; transport/handshake.py dials,
                            transport/reception.py accepts; worker/supervisor.py, cli/worker.py and
-                           launch/local.py hand the listener on
+                           launch/local.py hand the listener on; between machines all bytes are
+                           under TLS, so `secured` in transport/tls.py has a place for bytes beside
     a format of weights    beside model/four_bit.py; model/stored.py lists the formats
     the objective of plans planner/candidates.py (step_seconds, is_below); seconds count too in
                            bounds.py, team_estimate.py, team_walk.py, arrangements.py,
                            simulation.py, search.py, changes.py, replan.py, membership.py,
-                           experts.py, remedies.py and verdict.py; a user asks for it by Wishes in
-                           planner/solver.py, filled in by cli/options.py, cli/plan.py and
-                           replan/planning.py; a device has watts in planner/profile.py
+                           experts.py, remedies.py and verdict.py; layer_split.py, replicas.py,
+                           replica_teams.py and worker_orders.py go by speed; a user asks for it
+                           by Wishes in planner/solver.py, filled in by cli/options.py,
+                           cli/plan.py and replan/planning.py; a device has watts in
+                           planner/profile.py
     an end of the model    follow `embedding` and `head`: plan.py, model/layers.py, model/head.py,
                            model/hollow.py, model/placeholders.py, model/recipe.py,
                            coordinator/deployment.py (layers_of_stage), pipeline/placement.py,
                            pipeline/stage.py (HEAD_LAYERS), pipeline/sliced_loss.py; measured in
                            pipeline/bench.py, profiler/embedding_and_head.py and leaving_head.py;
-                           planner/ (has_embedding, head_left)
+                           planner/ (has_embedding, head_left); a loss in place of hidden states:
+                           pipeline/boundary.py (has_loss), coordinator/handover.py, twins.py,
+                           token_slices.py and answer_checks.py
     how replicas agree     plan.py (ReplicaOptimizer), protocol/values.py (StageSpec),
                            worker_stages.py (is_split); replicas.py of both ends; and when:
                            coordinator/optimizers.py (add_up), coordinator/steps.py,
@@ -72,7 +77,9 @@ through several rooms:
     signs of life          transport/deadlines.py has period and patience of heartbeats;
                            transport/channel.py sends and counts them
     an optimizer           pipeline/optimizer.py; optimizers.py of strategy/ (hooks and closure),
-                           coordinator/ and worker/; answer_checks.py checks its state
+                           coordinator/ and worker/; answer_checks.py checks its state;
+                           guard/audit.py steps single parameters again; pipeline/bench.py and
+                           coordinator/dry_run.py step to measure
     a kind of clipping     strategy/strategy.py (clip_grad_norm_), strategy/optimizers.py,
                            coordinator/optimizers.py, protocol/messages.py (ClipGradients),
                            worker/optimizers.py, pipeline/optimizer.py (Clipping)
