@@ -399,7 +399,7 @@ class _RunningStep:
         action = choose(
             ready,
             self._in_flight,
-            self._most_started,
+            self.max_started,
             self.driver.starts_first or self._batch.starts_first,
             [action for action in ready if self._runs_layers(action)] if has_layers else (),
         )
@@ -449,19 +449,24 @@ class _RunningStep:
 
     def _waits_for_start(self, index: int) -> bool:
         """Whether the loss of a micro-batch waits until the next batch has started."""
-        may_start = self._next in self._batch.numbers and len(self._in_flight) < self._most_started
+        may_start = self._next in self._batch.numbers and len(self._in_flight) < self.max_started
         is_first = self._next == self._batch.first
         return self.driver.loss_waits and self._is_earlier(index) and is_first and may_start
 
-    @property
-    def _most_started(self) -> int:
-        """The most micro-batches in flight of the present batch."""
-        if not self._batch.starts_first:
-            return self.max_started
-        return min(self.max_started, max(2, len(self._batch.microbatches) - 1))
+    def _waits_for_backward(self, index: int) -> bool:
+        """Whether a micro-batch waits until a backward of a checked batch has run: the last one
+        does, for the end of the first one. If this one visits stages again, its gradients may wait
+        for the last loss, so the backward of its own loss is enough."""
+        numbers = self._batch.numbers
+        if not self._batch.starts_first or len(numbers) < 3 or index != numbers[-1]:
+            return False
+        first = self._in_flight.get(numbers[0])
+        return not self._order.has_begun(numbers[0]) or (
+            first is not None and not first.is_summed_apart
+        )
 
     def _ready_forwards(self) -> Iterator[Key]:
-        if self._next in self._batch.numbers:
+        if self._next in self._batch.numbers and not self._waits_for_backward(self._next):
             yield Key(self._next)
         for key in self._activations:
             if self._may_go_on(key.microbatch):

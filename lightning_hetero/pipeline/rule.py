@@ -180,6 +180,10 @@ class GradientOrder:
         """Whether every loss has had its backward."""
         return self._num_begun == self.num_microbatches
 
+    def has_begun(self, index: int) -> bool:
+        """Whether the loss of a micro-batch has had its backward."""
+        return index < self._num_begun
+
     @property
     def next_loss(self) -> int | None:
         """The micro-batch with the next loss: it must be there before anything else is sent. None

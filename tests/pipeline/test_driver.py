@@ -216,6 +216,24 @@ def test_in_a_checked_batch_most_start_before_one_goes_on_and_the_last_one_later
     assert [str(action) for action in pipeline.chain.actions] == expected.split()
 
 
+@pytest.mark.parametrize("limit", [1, 2, 3, 6, 9])
+@pytest.mark.parametrize("count", range(1, 7))
+@pytest.mark.parametrize(
+    "training_step", [ordinary_step, visit_twice, visits_by_content, separate_visits]
+)
+def test_a_checked_batch_ends_and_adds_up_as_any_other(
+    training_step: Step, count: int, limit: int
+) -> None:
+    """The gradients of several visits may wait for the last loss."""
+    pipelines = [Pipeline(2, timing, training_step) for timing in range(2)]
+    found = [
+        each.run(microbatches(count), limit, starts_first=is_checked)
+        for each, is_checked in zip(pipelines, [True, False], strict=True)
+    ]
+    torch.testing.assert_close(*found, rtol=0, atol=0)
+    torch.testing.assert_close(*(each.gradients() for each in pipelines), rtol=0, atol=0)
+
+
 def test_a_second_step_starts_from_its_own_gradients() -> None:
     pipeline = Pipeline()
     pipeline.run(microbatches(3), limit=2)
