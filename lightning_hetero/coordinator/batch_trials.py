@@ -107,8 +107,8 @@ class TriedBatches(WholeBatches):
             if around.grad_enabled and is_training and self._has_own_code:
                 made = self._difference_of_backwards(pieces, whole, difference.allowed)
                 if made.is_other:
-                    text = other_gradients("present" if is_later else "first", made)
-                    end_or_warn(text, self._check, ends=not is_later)
+                    which = "present" if is_later else "first"
+                    end_or_warn(other_gradients(which, made), self._check, ends=not is_later)
             return False
         again = self._difference(request, self._run([whole], dim), expected)
         if difference.found <= 2 * again.found:
