@@ -33,7 +33,7 @@ have a rule of the planner and what carries it out (`planner/membership.py`,
     errors.py       every exception, drawn as a tree
     events.py       what happens in a run, for those who look at it
     units.py        amounts as a person writes them
-    optional.py     libraries that are an extra
+    optional.py     parts that may be missing: libraries of an extra, and wings
     atomic_file.py  files that are written whole or not at all
     written_blocks.py  blocks of a file with their checksums
     yaml_file.py    YAML files: read, and what is wrong with one

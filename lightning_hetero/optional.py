@@ -1,8 +1,9 @@
-"""Libraries for some users only: each belongs to an extra of this package."""
+"""Parts that may be missing: libraries of an extra, and wings of this package."""
 
 from __future__ import annotations
 
 import importlib
+from importlib.util import find_spec
 from typing import Any
 
 from .errors import HeteroError, ModelError
@@ -29,6 +30,11 @@ def import_extra(
             f"{module} is not installed here, and {need} ({error}); "
             f"pip install 'lightning-hetero[{extra}]'."
         ) from error
+
+
+def has_wing(module: str) -> bool:
+    """Whether a module of this package is installed, such as ``"model.layer_code"``."""
+    return find_spec(f"{__package__}.{module}") is not None
 
 
 def bitsandbytes() -> Any:

@@ -246,8 +246,8 @@ def _warn_of(modes: Iterable[Any], hooks: Sequence[Callable[..., Any]] | None) -
                 "sees and changes nothing of what the worker computes. If it changes numbers, "
                 "leave it before the layers, or let the coordinator alone have them."
             )
-    home = None if hooks is None else getattr(hooks[0], "__module__", None) or ""
-    if home is not None and package_of(home) not in _LIBRARIES:
+    home = "" if hooks is None else getattr(hooks[0], "__module__", None) or ""
+    if hooks is not None and package_of(home) not in _LIBRARIES:
         rank_zero_warn(
             "A layer that lives on a worker was called inside of `saved_tensors_hooks`, which see "
             "and change nothing of what the worker saves for its backward. If they change numbers, "

@@ -11,13 +11,13 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import cache
 from importlib import import_module
-from importlib.util import find_spec
 from typing import Any, Literal, Protocol, cast
 
 import torch
 from torch import Tensor, nn
 
 from ..errors import ModelError
+from ..optional import has_wing
 
 # The parts of a stored weight beside its tensor; in a checkpoint their names follow its own.
 State = dict[str, Tensor]
@@ -130,7 +130,7 @@ class WeightFormat(Protocol):
 @cache
 def formats() -> tuple[WeightFormat, ...]:
     """The formats in the package."""
-    there = [name for name in _FORMATS if find_spec(f"{__package__}.{name}") is not None]
+    there = [name for name in _FORMATS if has_wing(f"model.{name}")]
     return tuple(cast(WeightFormat, import_module(f".{name}", __package__)) for name in there)
 
 

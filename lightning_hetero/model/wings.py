@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
 from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import nn
 
 from ..errors import ModelError
+from ..optional import has_wing
 
 if TYPE_CHECKING:
     from .adapters import AdapterSwitches
@@ -58,7 +58,7 @@ def _are_of_peft(layers: Iterable[nn.Module]) -> bool:
 
 def code_of(layers: Iterable[nn.Module], attention: str | None = None) -> dict[str, str] | None:
     """The digests of `layer_code.code_of`; None, with a warning, without that wing."""
-    if not _has_layer_code():
+    if not has_wing("model.layer_code"):
         rank_zero_warn(
             "Nothing compares the code of layers here with the code on their workers, or sees "
             "values outside of layers change, since lightning_hetero lacks `model.layer_code`; "
@@ -80,7 +80,7 @@ def check_code(
     """
     if wanted is None:
         return
-    if not _has_layer_code():
+    if not has_wing("model.layer_code"):
         raise ModelError(
             "The worker's lightning_hetero cannot compare the code of its layers with the "
             "coordinator's, since it lacks `model.layer_code`; install the whole package on the "
@@ -93,12 +93,8 @@ def check_code(
 
 def changes_outside(layers: Iterable[nn.Module]) -> Callable[[], str | None]:
     """Finds a changed value outside of layers, among the values read by their code: its place."""
-    if not _has_layer_code():
+    if not has_wing("model.layer_code"):
         return lambda: None  # `code_of` has warned
     from .layer_code import outer_values_of
 
     return outer_values_of(layers).changed
-
-
-def _has_layer_code() -> bool:
-    return find_spec(f"{__package__}.layer_code") is not None

@@ -8,7 +8,6 @@ from __future__ import annotations
 import shlex
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -21,6 +20,7 @@ from ..coordinator.progress import Bars
 from ..errors import PlanError
 from ..events import Observers, RecordFile, RunObserver
 from ..model.layers import DecoderLayer
+from ..optional import has_wing
 from ..plan import Plan
 from ..recovery import Recovery, too_few
 from ..worker_sources import ClusterFile
@@ -34,11 +34,6 @@ if TYPE_CHECKING:
     from ..coordinator.session import Coordinator
 
 
-def _has(wing: str) -> bool:
-    """Whether a wing of every run is installed."""
-    return find_spec(f"{__package__.partition('.')[0]}.{wing}") is not None
-
-
 def plan_source(plan: str | Path | Plan, micro_batches: int | None) -> PlanSource:
     """Where the plans of a strategy come from, by its arguments.
 
@@ -46,7 +41,7 @@ def plan_source(plan: str | Path | Plan, micro_batches: int | None) -> PlanSourc
         PlanError: If the plan's file is there already and cannot be read, or the plan is to be made
             and the wing for it is not installed.
     """
-    if not _has("replan"):
+    if not has_wing("replan"):
         from .fixed_plan import FixedPlan
 
         return FixedPlan(plan, micro_batches)
@@ -86,7 +81,7 @@ def _lookout(*run: Any) -> Any:
 def deployment_parts(options: StepOptions) -> DeploymentParts:
     """The parts of a deployment, as far as they are installed."""
     checks = "guard", "coordinator.batch_trials", "coordinator.twins", "model.layer_code"
-    missing = [name for name in checks if not _has(name)]
+    missing = [name for name in checks if not has_wing(name)]
     if missing and options.batches.check != "off":
         rank_zero_warn(
             "Nothing checks this run for wrong numbers, or not all of it, since lightning_hetero "
@@ -94,23 +89,23 @@ def deployment_parts(options: StepOptions) -> DeploymentParts:
             "`check_first_batch='off'`."
         )
     parts: dict[str, Any] = {}
-    if _has("coordinator.batch_trials"):
+    if has_wing("coordinator.batch_trials"):
         from ..coordinator.batch_trials import TriedBatches
 
         parts["batches"] = TriedBatches
-    if _has("coordinator.twins") and _has("model.layer_code"):
+    if has_wing("coordinator.twins") and has_wing("model.layer_code"):
         from ..coordinator.twins import Twins
 
         parts["twins"] = Twins
-    if _has("coordinator.moves"):
+    if has_wing("coordinator.moves"):
         from ..coordinator.moves import move
 
         parts["move"] = move
-    if _has("coordinator.replicas"):
+    if has_wing("coordinator.replicas"):
         from ..coordinator.replicas import HostedReplicas
 
         parts["hosted"] = HostedReplicas
-    if _has("coordinator.token_slices"):
+    if has_wing("coordinator.token_slices"):
         from ..coordinator.token_slices import TokenSlices
 
         parts["slices"] = TokenSlices
@@ -130,7 +125,7 @@ def halves_of_layers(layers: Sequence[DecoderLayer]) -> list[DecoderLayer]:
 
 def run_guard(module: pl.LightningModule, options: StepOptions) -> Guard:
     """The watch for silent mistakes in a training."""
-    if not (_has("guard") and _has("coordinator.batch_trials")):
+    if not (has_wing("guard") and has_wing("coordinator.batch_trials")):
         from .unguarded import Unguarded
 
         return Unguarded()

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from importlib.util import find_spec
-
+from ..optional import has_wing
 from .connection import Connection
 from .deadlines import Deadlines
 from .line import Line, Lingering
@@ -30,4 +29,4 @@ def line_over(
 def linger_seconds(wanted_seconds: float) -> float:
     """How long this end can keep a conversation whose connection broke: not at all without the
     wing."""
-    return wanted_seconds if find_spec(f"{__package__}.reconnection") else 0.0
+    return wanted_seconds if has_wing("transport.reconnection") else 0.0

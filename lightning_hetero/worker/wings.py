@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
 
 from ..devices.copies import Copies
+from ..optional import has_wing
 from ..plan import Weights
 from ..protocol import messages as m
 from .layers import SessionLayers
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 def other_processes() -> Beside | None:
     """The processes of a worker beside this one; None without the part for them."""
-    if not _has("second_processes"):
+    if not has_wing("worker.second_processes"):
         return None
     from .second_processes import Beside
 
@@ -33,27 +33,27 @@ def other_processes() -> Beside | None:
 def session_parts(site: SessionSite) -> list[SessionPart]:
     """The parts of a session, as far as they are installed."""
     found: list[SessionPart] = []
-    if _has("trials"):
+    if has_wing("worker.trials"):
         from .trials import SessionTrials
 
         found.append(SessionTrials(site, measured_reading))
-    if _has("telemetry"):
+    if has_wing("worker.telemetry"):
         from .telemetry import SessionTelemetry
 
         found.append(SessionTelemetry(site))
-    if _has("moves"):
+    if has_wing("worker.moves"):
         from .moves import SessionMoves
 
         found.append(SessionMoves(site))
-    if _has("snapshots"):
+    if has_wing("worker.snapshots"):
         from .snapshots import SessionSnapshots
 
         found.append(SessionSnapshots(site))
-    if _has("sent_messages"):
+    if has_wing("worker.sent_messages"):
         from .sent_messages import SessionSentMessages
 
         found.append(SessionSentMessages(site))
-    if _has("takeover") and site.host.beside is not None:
+    if has_wing("worker.takeover") and site.host.beside is not None:
         from .takeover import SessionTakeover
 
         found.append(SessionTakeover(site, site.host.beside))
@@ -62,7 +62,7 @@ def session_parts(site: SessionSite) -> list[SessionPart]:
 
 def holder_of(layers: SessionLayers, copies: Copies, neighbors: SessionNeighbors) -> SoleHolder:
     """The other holders of a session's stages."""
-    if not _has("replicas"):
+    if not has_wing("worker.replicas"):
         return SoleHolder()
     from .replicas import SessionReplicas
 
@@ -80,7 +80,7 @@ def streamed_weights(
     Raises:
         ModelError: If this worker lacks the part for it, or a place for the weights.
     """
-    if not _has("streamed_weights"):
+    if not has_wing("worker.streamed_weights"):
         raise no_part("weights that are read layer by layer")
     from .streamed_weights import StreamedWeights
 
@@ -89,13 +89,8 @@ def streamed_weights(
 
 def measured_reading(device: torch.device) -> dict[Weights, m.ReadingMeasured]:
     """How fast frozen weights are read, by their place; empty without the part for it."""
-    if not _has("streamed_weights"):
+    if not has_wing("worker.streamed_weights"):
         return {}
     from .streamed_weights import measured_reading
 
     return measured_reading(device)
-
-
-def _has(wing: str) -> bool:
-    """Whether a module of this room is installed."""
-    return find_spec(f"{__package__}.{wing}") is not None

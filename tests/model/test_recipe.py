@@ -265,7 +265,7 @@ def test_code_that_one_end_cannot_compare_is_refused_or_said(
     compared = write_recipe(root, first)
     build_layers(compared)
     with monkeypatch.context() as patch:
-        patch.setattr(wings, "_has_layer_code", lambda: False)
+        patch.setattr(wings, "has_wing", lambda _: False)
         with pytest.raises(ModelError, match="cannot compare the code of its layers"):
             build_layers(compared)
         with pytest.warns(UserWarning, match="Nothing compares the code of layers here"):
