@@ -78,9 +78,9 @@ class BatchWork:
         first: The number of its first micro-batch in the accumulation window.
         name: Names the batch in an error of a later backward.
         is_before_step: Whether an optimizer steps after the batch.
-        starts_first: Whether its micro-batches begin as early as they may, whatever the driver's
-            other batches do. Only the last one waits for a backward, so what a forward does shows
-            to other forwards, and what a backward does too.
+        is_compared: Whether its losses are compared with those of micro-batches alone. Then its
+            micro-batches begin as early as they may, and only the last one waits for a backward:
+            what a forward does shows in other forwards, and what a backward does too.
     """
 
     microbatches: Sequence[MicrobatchStep]
@@ -89,7 +89,7 @@ class BatchWork:
     first: int = 0
     name: str = "an earlier batch"
     is_before_step: bool = True
-    starts_first: bool = False
+    is_compared: bool = False
 
     @property
     def numbers(self) -> range:
@@ -400,7 +400,7 @@ class _RunningStep:
             ready,
             self._in_flight,
             self.max_started,
-            self.driver.starts_first or self._batch.starts_first,
+            self.driver.starts_first or self._batch.is_compared,
             [action for action in ready if self._runs_layers(action)] if has_layers else (),
         )
         if action is None:
@@ -454,11 +454,11 @@ class _RunningStep:
         return self.driver.loss_waits and self._is_earlier(index) and is_first and may_start
 
     def _waits_for_backward(self, index: int) -> bool:
-        """Whether a micro-batch waits until a backward of a checked batch has run: the last one
-        does, for the end of the first one. If this one visits stages again, its gradients may wait
-        for the last loss, so the backward of its own loss is enough."""
+        """Whether a micro-batch waits for a backward: the last one of a compared batch does, until
+        the first one has ended. If this one visits stages again, its gradients may wait for the
+        last loss, so the backward of its own loss is enough."""
         numbers = self._batch.numbers
-        if not self._batch.starts_first or len(numbers) < 3 or index != numbers[-1]:
+        if not self._batch.is_compared or len(numbers) < 3 or index != numbers[-1]:
             return False
         first = self._in_flight.get(numbers[0])
         return not self._order.has_begun(numbers[0]) or (

@@ -267,8 +267,7 @@ class StepGuard(Protocol):
         """Note the start of the batch's micro-batches.
 
         Returns:
-            Whether as many of them as may be are to be on their way at once, so that they disturb
-            each other if they can, whatever the speed of the workers.
+            Whether their losses are compared with the losses of micro-batches alone.
         """
 
     def part(self, microbatch: int) -> AbstractContextManager[None]:
@@ -405,7 +404,7 @@ class MicrobatchedStep(BatchStep):
         ]
         plan = self._deployment.plan
         self._flags.begin_step(len(work))
-        starts_first = self._guard.begin_microbatches()
+        is_compared = self._guard.begin_microbatches()
         # Whether the optimizer steps after this batch: Lightning's rule has a private name.
         self._is_before_step = not self._module.trainer.fit_loop._should_accumulate()
         name = f"batch {rest[0]}" if rest and isinstance(rest[0], int) else "an earlier batch"
@@ -416,7 +415,7 @@ class MicrobatchedStep(BatchStep):
             if self._deployment.hosted is not None:
                 stack.enter_context(self._deployment.hosted.step(accumulates, self._is_before_step))
             results = self._driver.run(
-                BatchWork(work, step, accumulates, first, name, self._is_before_step, starts_first),
+                BatchWork(work, step, accumulates, first, name, self._is_before_step, is_compared),
                 Limits(plan.max_in_flight, plan.max_started),
                 has_begun,
                 self._accumulation.may_leave(self._is_before_step),

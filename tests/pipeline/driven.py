@@ -143,7 +143,7 @@ class Pipeline:
         limit: int,
         factors: list[float] | None = None,
         accumulate: bool = False,
-        starts_first: bool = False,
+        is_compared: bool = False,
     ) -> list[Any]:
         """One step, with its gradients in ``.grad`` at the end."""
         factors = factors or [1 / len(inputs)] * len(inputs)
@@ -154,7 +154,7 @@ class Pipeline:
             )
             for tokens, factor in zip(inputs, factors, strict=True)
         ]
-        batch = BatchWork(work, self.chain.step + 1, accumulate, starts_first=starts_first)
+        batch = BatchWork(work, self.chain.step + 1, accumulate, is_compared=is_compared)
         results = self.driver.run(batch, Limits(limit, self.max_started))
         if not accumulate:
             self.model.zero_grad()

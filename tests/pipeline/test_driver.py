@@ -207,12 +207,12 @@ def test_a_loss_whose_activation_is_there_goes_before_a_new_forward() -> None:
         (2, 1, "1F0 1B0 1F1 1B1"),
     ],
 )
-def test_in_a_checked_batch_most_start_before_one_goes_on_and_the_last_one_later(
+def test_in_a_compared_batch_most_start_before_one_goes_on_and_the_last_one_later(
     count: int, limit: int, expected: str
 ) -> None:
     pipeline = Pipeline(num_stages=1)
     pipeline.chain.__class__ = QuickChain
-    pipeline.run(microbatches(count), limit, starts_first=True)
+    pipeline.run(microbatches(count), limit, is_compared=True)
     assert [str(action) for action in pipeline.chain.actions] == expected.split()
 
 
@@ -221,14 +221,14 @@ def test_in_a_checked_batch_most_start_before_one_goes_on_and_the_last_one_later
 @pytest.mark.parametrize(
     "training_step", [ordinary_step, visit_twice, visits_by_content, separate_visits]
 )
-def test_a_checked_batch_ends_and_adds_up_as_any_other(
+def test_a_compared_batch_ends_and_adds_up_as_any_other(
     training_step: Step, count: int, limit: int
 ) -> None:
     """The gradients of several visits may wait for the last loss."""
     pipelines = [Pipeline(2, timing, training_step) for timing in range(2)]
     found = [
-        each.run(microbatches(count), limit, starts_first=is_checked)
-        for each, is_checked in zip(pipelines, [True, False], strict=True)
+        each.run(microbatches(count), limit, is_compared=is_compared)
+        for each, is_compared in zip(pipelines, [True, False], strict=True)
     ]
     torch.testing.assert_close(*found, rtol=0, atol=0)
     torch.testing.assert_close(*(each.gradients() for each in pipelines), rtol=0, atol=0)
