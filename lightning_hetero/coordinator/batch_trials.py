@@ -16,6 +16,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from typing import Any, Literal
 
 import torch
 from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
@@ -25,7 +26,7 @@ from typing_extensions import override
 from ..errors import BatchError, StageFailed
 from ..model.layers import has_own_code
 from ..pipeline.boundary import Activation, Collected
-from ..pipeline.handover import Request, Rows, listed_arguments
+from ..pipeline.handover import Request, Rows, dim_of_samples, listed_arguments
 from ..pipeline.microbatch import BatchOptions
 from ..pipeline.tolerance import (
     GO_ON,
@@ -46,6 +47,9 @@ from ..plan import Plan
 from ..protocol.tensor_bytes import DTYPES
 from .handover import Cuts, HandOvers, Trial, WholeBatches, as_leaves
 
+# A hand-over with gradients, in training mode, and how its arguments are cut.
+_Kind = tuple[bool, bool, Cuts]
+
 
 class TriedBatches(WholeBatches):
     """Cuts the hand-overs of whole batches into pieces, and compares the first ones with the whole.
@@ -65,11 +69,10 @@ class TriedBatches(WholeBatches):
         self._check = options.check
         self._has_own_code = any(map(has_own_code, layers.values()))
         self._trial = trial
-        # How often each kind was handed over: with gradients, in training mode, and how arguments
-        # are cut. For each kind, the arguments whose rows were equal in all comparisons: no cut of
-        # them shows.
-        self._numbers: Counter[tuple[bool, bool, Cuts]] = Counter()
-        self._unshown: dict[tuple[bool, bool, Cuts], Set[str]] = {}
+        # For each kind, the number of its hand-overs, and the places of arguments whose rows were
+        # equal in all comparisons: no cut of them shows.
+        self._numbers: Counter[_Kind] = Counter()
+        self._unshown: dict[_Kind, Set[int]] = {}
 
     @override
     def pieces(self, request: Request) -> tuple[list[Request], int]:
@@ -80,30 +83,43 @@ class TriedBatches(WholeBatches):
                 stop the run.
         """
         pieces, dim, cuts = self._cut(request)
-        if len(pieces) > 1 and self._check_once(request, dim, cuts):
+        turn = "" if self._check == "off" or len(pieces) == 1 else self._turn(request, dim, cuts)
+        if turn and self._compare(request, dim, is_later=turn == "later"):
             return self.cut(request)
         return pieces, dim
 
-    def _check_once(self, request: Request, dim: int, cuts: Cuts) -> bool:
-        """Compare pieces with the whole if it is the turn of this hand-over; returns whether the
-        request is to be cut in another way. A difference in a later turn never ends the run."""
-        if self._check == "off":
-            return False
+    def _turn(self, request: Request, dim: int, cuts: Cuts) -> Literal["", "first", "later"]:
+        """Whether a hand-over is compared, as the first one that shows how its arguments are cut,
+        or as a later one."""
         around = request.surroundings
-        is_training = any(call.training for call in around.calls)
-        kind = around.grad_enabled, is_training, cuts
+        kind = around.grad_enabled, any(call.training for call in around.calls), cuts
         self._numbers[kind] += 1
-        number, unshown = self._numbers[kind], self._unshown.get(kind)
-        names = self._ambiguous(request, dim) if unshown is None else unshown
-        equal = _with_equal_rows(request, names)
-        is_later = equal == unshown
-        if is_later and str(number).strip("0") != "1":  # no power of ten
-            return False
+        known, values = self._unshown.get(kind), _values_in(request)
+        if known is None:
+            names = self._ambiguous(request, dim)
+            places: Set[int] = {place for place, (name, _) in enumerate(values) if name in names}
+        else:
+            places = known
+        size = request.hidden.shape[dim]
+        # Layers share tensors; look at each one once.
+        looked_at = {id(value): value for n, (_, value) in enumerate(values) if n in places}
+        are_equal = {each: _is_equal(value, size, dim) for each, value in looked_at.items()}
+        equal = {n for n in places if n >= len(values) or are_equal[id(values[n][1])]}
         self._unshown[kind] = equal
+        if equal != known:
+            return "first"
+        is_power_of_ten = str(self._numbers[kind]).strip("0") == "1"
+        return "later" if is_power_of_ten else ""
+
+    def _compare(self, request: Request, dim: int, *, is_later: bool) -> bool:
+        """Compare pieces with the whole; returns whether the request is to be cut in another way. A
+        difference in a later turn never ends the run."""
+        around = request.surroundings
         pieces, whole = self._compared(request, dim, self._rows)
         expected = self._run([whole], dim)
         difference = self._difference(request, self._run(pieces, dim), expected)
         if not difference.is_other:
+            is_training = any(call.training for call in around.calls)
             if around.grad_enabled and is_training and self._has_own_code:
                 made = self._difference_of_backwards(pieces, whole, difference.allowed)
                 if made.is_other:
@@ -201,21 +217,26 @@ class TriedBatches(WholeBatches):
         return HIDDEN_STATES.compare(error, rounding)
 
 
-def _with_equal_rows(request: Request, names: Set[str]) -> Set[str]:
-    """The arguments and carried tensors among these names whose rows, or numbers, are all equal."""
-    if not names:
-        return names
+def _values_in(request: Request) -> list[tuple[str, Any]]:
+    """The tensors and lists beside the hidden states, with their names, in a lasting order."""
     calls = request.surroundings.calls
-    # Layers share tensors; look at each one once.
-    tensors = {*request.surroundings.carried.items()}
-    tensors.update(named for call in calls for named in call.named_tensors())
-    lists = (pair for call in calls for pair in call.named_lists())
-    differing = {name for name, numbers in lists if len({*numbers}) > 1}
-    for name, tensor in tensors:
-        if name in names and tensor.ndim:
-            is_equal = torch.equal(tensor, tensor[:1].expand_as(tensor))
-            differing.update([] if is_equal else [name])
-    return names - differing
+    tensors = (named for call in calls for named in call.named_tensors())
+    lists = (named for call in calls for named in call.named_lists())
+    return [*tensors, *request.surroundings.carried.items(), *lists]
+
+
+def _is_equal(value: Any, size: int, dim: int) -> bool:
+    """Whether the rows of a tensor for samples, or the numbers of a list, are all equal.
+
+    Args:
+        value: The tensor or list.
+        size: How many samples the hidden states have.
+        dim: Their dimension of samples.
+    """
+    if not isinstance(value, Tensor):
+        return len({*value}) < 2
+    along = dim_of_samples(value, size, dim) or 0
+    return not value.ndim or torch.equal(value, value.narrow(along, 0, 1).expand_as(value))
 
 
 def _with_backwards(one: Request, trial: Trial) -> tuple[list[TriedBackward], Activation]:

@@ -527,7 +527,7 @@ class _Cutting:
         """The dimension along which an argument is cut; None if it stays whole."""
         rows = self.rows_of(tensor)
         if rows == 1:
-            return _dim_of_samples(tensor, self.size, self.dim)
+            return dim_of_samples(tensor, self.size, self.dim)
         return 0 if rows and _has_rows(tensor, rows * self.size) else None
 
     def rows_of(self, tensor: Tensor) -> int:
@@ -573,7 +573,7 @@ def other_rows(request: Request, dim: int) -> Rows:
     size = request.hidden.shape[dim]
     found: dict[str, int] = {}
     for name, tensor in _named_tensors(request):
-        if _dim_of_samples(tensor, size, dim) is not None:
+        if dim_of_samples(tensor, size, dim) is not None:
             found[name] = 0
         elif tensor.ndim > 2 and tensor.shape[0] > size and tensor.shape[0] % size == 0:
             found[name] = tensor.shape[0] // size
@@ -612,7 +612,7 @@ def _operand_has_samples(tensor: Tensor, size: int, dim: int) -> bool:
     return tensor.ndim > dim and tensor.shape[dim] == size
 
 
-def _dim_of_samples(tensor: Tensor, size: int, dim: int) -> int | None:
+def dim_of_samples(tensor: Tensor, size: int, dim: int) -> int | None:
     """The dimension of samples in an argument; None without samples.
 
     It is ``dim`` if the argument has positions and features too, and otherwise the first one.

@@ -20,8 +20,9 @@ from lightning_hetero.pipeline.handover import Request
 from lightning_hetero.pipeline.microbatch import BatchOptions
 from lightning_hetero.plan import Plan, StagePlan
 
+from .handed_over import BATCH, Computing, request_with
+
 Layer = Callable[[Tensor], Tensor]
-BATCH = torch.randn(4, 6, 3, generator=torch.Generator().manual_seed(0))
 
 
 def by_sample(hidden: Tensor) -> Tensor:
@@ -100,17 +101,6 @@ def test_layers_that_begin_to_mix_samples_later_are_warned_of() -> None:
         cut(batches)
 
 
-class Computing(nn.Module):
-    """A layer that computes with its arguments too."""
-
-    def __init__(self, layer: Callable[..., Tensor]) -> None:
-        super().__init__()
-        self._layer = layer
-
-    def forward(self, hidden: Tensor, *arguments: Any) -> Tensor:
-        return self._layer(hidden, *arguments)
-
-
 class Looking(Stages):
     """Runs such a layer.
 
@@ -136,10 +126,6 @@ class Looking(Stages):
 
 def looking(layer: Callable[..., Tensor], **options: Any) -> TriedBatches:
     return whole_batches(Looking(layer), Computing(layer), **options)
-
-
-def request_with(*arguments: Any) -> Request:
-    return Request(BATCH, Surroundings(True, None, [LayerCall(1, True, arguments, {})]))
 
 
 def test_an_argument_that_is_cut_for_the_first_time_is_compared() -> None:
@@ -169,6 +155,48 @@ def test_a_table_with_equal_rows_is_compared_again_when_they_differ() -> None:
     table = torch.arange(8.0).view(4, 2)
     pieces, _ = cut(batches, request_with(table))
     assert all(torch.equal(piece.surroundings.calls[0].args[0], table) for piece in pieces)
+
+
+def test_rows_are_those_along_the_samples() -> None:
+    """Samples are the second dimension here, and the positions of the table always differ."""
+
+    def shifted(hidden: Tensor, table: Tensor) -> Tensor:
+        return hidden + table.mean()
+
+    def of(table: Tensor) -> Request:
+        hidden = BATCH.transpose(0, 1)
+        return Request(hidden, Surroundings(True, None, [LayerCall(1, True, (table,), {})]))
+
+    stages = Looking(shifted)
+    batches = whole_batches(stages, Computing(shifted), dim=1)
+    table = torch.arange(24.0).view(6, 4, 1)
+    cut(batches, of(table[:, :1].expand(6, 4, 1)))
+    compared = len(stages.shapes)
+    pieces, _ = cut(batches, of(table))
+    assert len(stages.shapes) > compared
+    assert all(torch.equal(piece.surroundings.calls[0].args[0], table) for piece in pieces)
+
+
+def test_arguments_of_each_layer_are_looked_at() -> None:
+    """Rows of one layer's argument differ from the start, and those of another layer's later."""
+
+    def shifted(hidden: Tensor, table: Tensor) -> Tensor:
+        return hidden + table.mean()
+
+    def of(second: Tensor) -> Request:
+        tables = torch.arange(8.0).view(4, 2), second
+        calls = [LayerCall(number, True, (table,), {}) for number, table in enumerate(tables, 1)]
+        return Request(BATCH, Surroundings(True, None, calls))
+
+    stages = Stages(by_sample)
+    batches = whole_batches(stages, Computing(shifted))
+    batches.layers = {1: Computing(shifted), 2: Computing(shifted)}
+    cut(batches, of(torch.zeros(4, 2)))
+    compared = len(stages.shapes)
+    cut(batches, of(torch.ones(4, 2)))
+    assert len(stages.shapes) == compared
+    cut(batches, of(torch.arange(8.0).view(4, 2)))
+    assert len(stages.shapes) > compared
 
 
 def test_a_mask_with_equal_rows_is_compared_once() -> None:

@@ -12,35 +12,17 @@ from torch import Tensor, nn
 
 from lightning_hetero.coordinator.handover import WholeBatches
 from lightning_hetero.model.carried_tensors import ENTERED, Arithmetic, Carried
-from lightning_hetero.model.layer_call import LayerCall
-from lightning_hetero.pipeline.boundary import Surroundings
 from lightning_hetero.pipeline.handover import Request
 from lightning_hetero.pipeline.microbatch import BatchOptions
 from lightning_hetero.plan import Plan, StagePlan
 
-BATCH = torch.randn(4, 6, 3, generator=torch.Generator().manual_seed(0))
-
-
-class Computing(nn.Module):
-    """A layer that computes with its arguments too."""
-
-    def __init__(self, layer: Callable[..., Tensor]) -> None:
-        super().__init__()
-        self._layer = layer
-
-    def forward(self, hidden: Tensor, *arguments: Any) -> Tensor:
-        return self._layer(hidden, *arguments)
+from .handed_over import Computing, request_with
 
 
 def whole_batches(layer: nn.Module | Callable[..., Tensor] = torch.tanh) -> WholeBatches:
     plan = Plan([StagePlan(["coordinator"], (0, 1)), StagePlan(["w"], (1, 2))], 4)
     module = layer if isinstance(layer, nn.Module) else Computing(layer)
     return WholeBatches({1: module}, plan, BatchOptions())
-
-
-def request_with(*arguments: Any, **of_call: Any) -> Request:
-    call = LayerCall(1, True, arguments, {}, **of_call)
-    return Request(BATCH, Surroundings(True, None, [call]))
 
 
 def cut(
