@@ -35,12 +35,11 @@ from ..pipeline.tolerance import (
     dim_of_cut,
     gradient_error,
     joined,
+    likely_change,
 )
 from ..pipeline.trial_backward import TriedBackward, difference_of_backwards, other_gradients
 from ..pipeline.twin import made_up
 
-# Parameters with zeros as yet, such as adapters', change by about this much.
-_LEAST_CHANGE = 1e-2
 _SAFE = "the safe mode `micro_batching='boundary'` repairs it."
 
 
@@ -77,7 +76,7 @@ class WeighedRows:
         num_rows = len(rows) if places is None else len(gradient)
         weights = torch.randn(num_rows, generator=torch.Generator().manual_seed(0))
         weights = (weights if places is None else weights[places]).to(rows.device)
-        return cls(weights @ rows, float(rows.norm()), least / _size(value))
+        return cls(weights @ rows, float(rows.norm()), least / likely_change(value))
 
     def difference(self, cut: Sequence[WeighedRows]) -> float:
         """The difference to the sum of the micro-batches' gradients, relative to the norm."""
@@ -129,7 +128,7 @@ class Backward:
         behind = len(hidden)
         return cls(
             [torch.zeros_like(of) if g is None else g.detach() for g, of in pairs[:behind]],
-            [least / _size(each) for each in hidden],
+            [least / likely_change(each) for each in hidden],
             [
                 WeighedRows.of(p.detach().new_zeros(p.shape[-1:]) if g is None else g, least, p)
                 for g, p in pairs[behind:]
@@ -203,7 +202,8 @@ class RunGradients:
         if whole is None:
             # The layers are taken to change the size of a gradient as little as that of a state.
             pairs = zip(of_loss.for_hidden, hidden, strict=True)
-            factor = max((_norm(gradient) / _size(of) for gradient, of in pairs), default=0.0)
+            sizes = (_norm(gradient) / likely_change(of) for gradient, of in pairs)
+            factor = max(sizes, default=0.0)
             factors = [factor] * len(sent)
         else:
             factor = whole.factor
@@ -390,11 +390,6 @@ def _small_part(which: str, difference: Compared, of: str = "") -> str:
 
 def _norm(tensor: Tensor) -> float:
     return float(tensor.detach().float().norm())
-
-
-def _size(tensor: Tensor) -> float:
-    """How much a tensor may change: by as much as it is, and more if it is zero as yet."""
-    return max(_norm(tensor), _LEAST_CHANGE * math.sqrt(tensor.numel()), 1e-6)
 
 
 def _alike(whole: Tensor, pieces: Sequence[Tensor]) -> tuple[Tensor, Iterator[Tensor]]:

@@ -52,6 +52,8 @@ NOISE_OF_GRADIENTS = 1e-4
 NOISE_IN_LAYERS = 1e-5
 # A small part of a loss, as one that balances experts, may make all gradients of an output.
 NOISE_OF_OUTPUTS = 1e-6
+# Parameters with zeros as yet, such as adapters' or gates, change by about this much.
+_LEAST_CHANGE = 1e-2
 
 
 @dataclass(frozen=True)
@@ -121,6 +123,12 @@ RESULTS_OF_LAYER = Rule(1e-4)
 GRADIENTS_OF_LAYER = Rule(4e-4, 4.0)
 # `Stepped.difference` leaves rounding out.
 OPTIMIZER_STEP = Rule(ends=1e-3)
+
+
+def likely_change(tensor: Tensor) -> float:
+    """The norm by which a tensor may change: its own, or a small one while it is zero."""
+    norm = float(tensor.detach().float().norm())
+    return max(norm, _LEAST_CHANGE * math.sqrt(tensor.numel()), 1e-6)
 
 
 def end_or_warn(

@@ -21,7 +21,15 @@ from torch import Tensor, nn
 from ..model.captured_outputs import collecting
 from ..model.layer_call import LayerCall, put_hidden, tensors_of
 from ..model.layers import describe_layer, has_own_code
-from .tolerance import FINE, MADE_UP_GRADIENTS, NOISE_IN_LAYERS, Compared, dim_of_cut, joined
+from .tolerance import (
+    FINE,
+    MADE_UP_GRADIENTS,
+    NOISE_IN_LAYERS,
+    Compared,
+    dim_of_cut,
+    joined,
+    likely_change,
+)
 from .trial_slices import TRIED_SLICES, tried_in_slices
 from .twin import made_up, numbers_of, rows_of
 
@@ -111,8 +119,7 @@ def _numbers(
     found = torch.zeros(len(parameters), 3, device=device)
     for row, parameter, gradient in zip(found, parameters, gradients, strict=True):
         row.copy_(numbers_of(gradient, device)[[0, 2, 2]])
-        size = max(float(parameter.detach().float().norm()), 1e-6)
-        row[2] = math.inf if gradient is None else least / size
+        row[2] = math.inf if gradient is None else least / likely_change(parameter)
     return found
 
 

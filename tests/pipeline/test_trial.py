@@ -26,6 +26,8 @@ from lightning_hetero.pipeline.trial_backward import (
 from ..own_layers import WIDTH
 from ..stateful_layers import Running
 
+Layer = Callable[[Tensor], Tensor]
+
 TRAINING = Surroundings(False, None, [LayerCall(0, True, (), {})])
 TRIAL = replace(TRAINING, is_trial=True)
 
@@ -133,7 +135,7 @@ def test_an_error_in_a_trial_leaves_nothing_behind() -> None:
 class Scaled(nn.Module):
     """Scales a gradient or leaves it as it is, and has a parameter whose gradient is rounding."""
 
-    def __init__(self, scale: Callable[[Tensor], Tensor]) -> None:
+    def __init__(self, scale: Layer) -> None:
         super().__init__()
         self.mix, self.key = nn.Linear(WIDTH, WIDTH), nn.Parameter(torch.zeros(WIDTH))
         self.scale = scale
@@ -153,9 +155,9 @@ def backwards_of(stage: Stage, hidden: Tensor) -> list[TriedBackward]:
     return backwards_in([tensor for kind, tensor in found.collected if kind == TRIED])
 
 
-def difference_of(scale: Callable[[Tensor], Tensor], sizes: Sequence[int], num_bytes: int) -> float:
-    torch.manual_seed(0)
-    stage = stage_of(Scaled(scale))
+def difference_of(layer: nn.Module, sizes: Sequence[int], num_bytes: int) -> float:
+    torch.manual_seed(1)
+    stage = stage_of(layer)
     hidden = torch.randn(4, 3, WIDTH)
     pieces = [backwards_of(stage, piece) for piece in hidden.split(sizes)]
     assert all(parameter.grad is None for parameter in stage.layers.parameters())
@@ -166,8 +168,9 @@ def difference_of(scale: Callable[[Tensor], Tensor], sizes: Sequence[int], num_b
 @pytest.mark.parametrize("sizes", [(2, 2), (1, 3)])
 @pytest.mark.parametrize("num_bytes", [4, 2])
 def test_a_trial_compares_the_backward_of_layers(sizes: Sequence[int], num_bytes: int) -> None:
-    def compare(scale: Callable[[Tensor], Tensor]) -> float:
-        return difference_of(scale, sizes, num_bytes)
+    def compare(scale: Layer) -> float:
+        torch.manual_seed(0)
+        return difference_of(Scaled(scale), sizes, num_bytes)
 
     assert compare(lambda gradient: gradient) < 1e-5
     assert compare(lambda gradient: -0.3 * gradient) < 1e-5
@@ -176,6 +179,25 @@ def test_a_trial_compares_the_backward_of_layers(sizes: Sequence[int], num_bytes
     assert compare(lambda gradient: gradient / len(gradient)) > 0.02
     if num_bytes == 4:  # otherwise rows alone are compared, which the residual connection hides
         assert compare(lambda gradient: gradient * (0.1 / gradient.norm()).clamp(max=1)) > 0.02
+
+
+class Gated(nn.Module):
+    """Has a gate that is zero at first, and a bias whose gradient is rounding."""
+
+    def __init__(self, gate: Tensor, behind: Layer) -> None:
+        super().__init__()
+        self.gate, self.bias = nn.Parameter(gate), nn.Parameter(torch.zeros(WIDTH))
+        self.behind = behind
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        shifted = hidden + self.bias
+        return shifted - shifted.mean(-2, keepdim=True) + self.gate * self.behind(hidden)
+
+
+@pytest.mark.parametrize("gate", [torch.zeros(WIDTH), torch.zeros(())])
+def test_a_gate_of_zero_does_not_hide_mixed_samples(gate: Tensor) -> None:
+    assert difference_of(Gated(gate, lambda hidden: hidden.mean(0)), (2, 2), 4) > 0.02
+    assert difference_of(Gated(gate, lambda hidden: hidden.tanh()), (2, 2), 4) < 1e-5
 
 
 def test_layers_of_libraries_do_not_run_backwards_in_a_trial() -> None:
