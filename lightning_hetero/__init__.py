@@ -66,14 +66,19 @@ through several rooms:
                            model/hollow.py, model/placeholders.py, model/recipe.py,
                            coordinator/deployment.py (layers_of_stage), pipeline/placement.py,
                            pipeline/stage.py (HEAD_LAYERS), pipeline/sliced_loss.py; measured in
-                           pipeline/bench.py, profiler/embedding_and_head.py and leaving_head.py;
-                           planner/ (has_embedding, head_left); a loss in place of hidden states:
+                           pipeline/bench.py, profiler/trials.py, embedding_and_head.py,
+                           leaving_head.py and named_in_code.py; planner/ (`Left` in costs.py, and
+                           all that reads `left`); a loss in place of hidden states:
                            pipeline/boundary.py (has_loss), coordinator/handover.py, twins.py,
-                           token_slices.py and answer_checks.py
+                           token_slices.py and answer_checks.py; in slices: token_slices.py and
+                           trial_slices.py of pipeline/; shown in report/topology.py, tried in
+                           verify/rehearsal.py
     how replicas agree     plan.py (ReplicaOptimizer), protocol/values.py (StageSpec),
                            worker_stages.py (is_split); replicas.py of both ends; and when:
                            coordinator/optimizers.py (add_up), coordinator/steps.py,
-                           strategy/training_step.py, worker/session.py
+                           strategy/training_step.py, worker/session.py; after a loss:
+                           snapshots.py of both ends, pipeline/journal.py; its time:
+                           planner/step_model.py (exchange_seconds), simulation.py, bounds.py
     signs of life          transport/deadlines.py has period and patience of heartbeats;
                            transport/channel.py sends and counts them
     an optimizer           pipeline/optimizer.py; optimizers.py of strategy/ (hooks and closure),
