@@ -28,8 +28,9 @@ NUM_LOCAL_LAYERS = 2
 FEW, MANY = 4, 32
 SEQUENCE_LENGTH = 16
 VOCABULARY = 256
-# Steps that are not counted; connections, memory and the first-batch check come in them.
-WARM_UP = 2
+# Steps that are not counted: connections and memory come in them, and the checks of the first and
+# the tenth batch.
+WARM_UP = 11
 
 
 @dataclass(frozen=True)
