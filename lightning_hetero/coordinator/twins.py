@@ -11,7 +11,7 @@ Of like layers on one process, one answers for all where their weights are many 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -210,7 +210,7 @@ class Twins(NoTwins):
             try:
                 here = self._answer_here(hand_over, number, there[number])
                 difference = self._apart(hand_over, number, here, there[number])
-                if difference is None:
+                if difference is None or self._rounds_as_there(hand_over, number, there[number]):
                     continue
                 other = self._answer_here(hand_over, number, there[number], draws=1)
                 if self._apart(hand_over, number, here, other) is None:
@@ -292,7 +292,12 @@ class Twins(NoTwins):
         return answers
 
     def _answer_here(
-        self, hand_over: _HandOver, number: int, there: TwinAnswer, draws: int = 0
+        self,
+        hand_over: _HandOver,
+        number: int,
+        there: TwinAnswer,
+        draws: int = 0,
+        stage_dtype: torch.dtype | None = None,
     ) -> TwinAnswer:
         """The answer of the layer in this process to the input of the worker's layer.
 
@@ -303,14 +308,18 @@ class Twins(NoTwins):
             number: The layer.
             there: The worker's answer.
             draws: 0 for the worker's random numbers; another number for others.
+            stage_dtype: Compute in the dtype of its stage; None for this process's own.
         """
         request, keeps_modes = hand_over.request, hand_over.keeps_modes
         layer, call = self._layers[number], hand_over.call_of(number)
         device, dtype = request.hidden.device, request.surroundings.autocast_dtype
         given = [tensor.to(device) for tensor in there.given]
-        if dtype is None and request.hidden.is_floating_point():
+        if dtype is None and stage_dtype is not None:
+            call = call.in_dtype(request.hidden.dtype, stage_dtype)
+        elif dtype is None and request.hidden.is_floating_point():
             # Outside of its stage a layer does not compute in the stage's dtype.
             given = [t.to(request.hidden.dtype) if t.is_floating_point() else t for t in given]
+        dtype = stage_dtype or dtype
         hidden, *along = given
         call = call.with_carried(dict(zip(call.carried, along, strict=True)))
         with ExitStack() as stack:
@@ -326,7 +335,7 @@ class Twins(NoTwins):
                         parameter.requires_grad_(name in trained)
             call.set_modes(dict(layer.named_modules()))
             stack.enter_context(on_trial(layer, keeps_modes))
-            if dtype is not None:
+            if dtype not in (None, torch.float32):
                 # Its cache would keep the weights of all layers.
                 stack.enter_context(torch.autocast(device.type, dtype, cache_enabled=False))
             stack.enter_context(PythonStreams())
@@ -348,6 +357,24 @@ class Twins(NoTwins):
         rounding = self._rounding(hand_over.request, number)
         return difference_of(one, other, self._trained_names(number), rounding)
 
+    def _rounds_as_there(self, hand_over: _HandOver, number: int, there: TwinAnswer) -> bool:
+        """Whether the layer here has the worker's answer once it computes in its stage's dtype.
+
+        The roundings of a layer's operations may add up to more than that of one.
+        """
+        dtype = next(iter(self._stage_dtypes(number)), None)
+        if dtype is None or not all(rows.isfinite().all() for rows in there.results):
+            return False
+        with suppress(RuntimeError):  # this device may lack the dtype
+            here = self._answer_here(hand_over, number, there, stage_dtype=dtype)
+            return self._apart(hand_over, number, here, there) is None
+        return False
+
+    def _stage_dtypes(self, number: int) -> list[torch.dtype]:
+        """The dtypes of the stages with a layer, if they have their own."""
+        stages = self._remote.holdings.stages.values()
+        return [DTYPES[s.dtype] for s in stages if number in s.layers and s.dtype is not None]
+
     def _trained_names(self, number: int) -> list[str]:
         """The names of a layer's parameters trained on its workers."""
         layer = self._layers[number]
@@ -358,9 +385,9 @@ class Twins(NoTwins):
 
     def _rounding(self, request: Request, number: int) -> float:
         """The relative difference of a layer's results explained by rounding."""
-        layer, stages = {number: self._layers[number]}, self._remote.holdings.stages.values()
+        layer = {number: self._layers[number]}
         dtypes = [request.hidden.dtype, request.surroundings.autocast_dtype or torch.float32]
-        dtypes += [DTYPES[s.dtype] for s in stages if number in s.layers and s.dtype is not None]
+        dtypes += self._stage_dtypes(number)
         tensors = [*named_tensors(layer)]
         for name, tensor in tensors:
             is_weight = isinstance(tensor, nn.Parameter)

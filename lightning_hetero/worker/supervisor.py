@@ -73,6 +73,9 @@ logger = logging.getLogger(__name__)
 
 # For a process to free its tensors and end after its session.
 _ENDING_SECONDS = 120.0
+# Processes in a row that are killed before they can serve. The memory of a system may be full for a
+# moment, and one more would die of anything else.
+_MOST_KILLED = 5
 # Between two looks for late processes.
 _LOOKING_SECONDS = 5.0
 # Between two reports of a second process on its work.
@@ -193,6 +196,8 @@ class Supervisor:
         # A process that waits for its turn after its imports; None with forks.
         self._spare: _Member | None = None
         self._is_paused = self._is_draining = self._has_served = False
+        # In a row, before they could serve.
+        self._num_killed = 0
         # Why the worker ends by itself; empty while it goes on.
         self._alone = ""
         self._began_seconds = self._looked_seconds = time.monotonic()
@@ -293,6 +298,7 @@ class Supervisor:
         elif word == "ready":
             member.is_ready = True
             if session is None:
+                self._num_killed = 0
                 is_first = self._equipment is None
                 device, self._equipment = facts
                 if is_first:
@@ -340,6 +346,12 @@ class Supervisor:
             return
         was_ended = member.end_seconds is not None  # by this process
         if not member.is_ready and not self._is_draining and not was_ended:
+            self._num_killed += 1
+            may_serve = code < 0 and self._equipment is not None
+            if may_serve and self._num_killed < _MOST_KILLED:
+                logger.warning("a process ended %s before it could serve; another follows", how)
+                self._follow_first()
+                return
             raise WorkerError(
                 f"The process of a session ended {how} before it could serve; its output shows "
                 "the reason."

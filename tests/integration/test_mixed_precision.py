@@ -14,6 +14,7 @@ from lightning_hetero import HeteroPipelineStrategy, Plan, StagePlan
 
 from ..models import TinyModule, fit, loader, scaled_precision, trainer
 from ..pairwise import keeping, repeats
+from ..qlora import with_lora
 
 NUM_LAYERS = 5
 BATCH_SIZE = 8
@@ -172,3 +173,15 @@ def test_the_optimizer_state_of_a_stage_comes_back_in_the_modules_dtype(
     states: list[Tensor] = [entry["exp_avg"] for entry in optimizer["state"].values()]
     assert len(states) == len(list(module.parameters()))
     assert {state.dtype for state in states} == {torch.bfloat16}
+
+
+def test_roundings_that_add_up_in_a_layer_are_those_of_its_stage(workers: list[str]) -> None:
+    """The twin test took them for other code, since the layer here computes in float32."""
+    module = TinyModule(NUM_LAYERS)
+    adapted: Any = with_lora(module.model, "llama")
+    module.model = adapted
+    with torch.no_grad():
+        for name, parameter in module.named_parameters():
+            if "lora_" in name:
+                parameter.mul_(10)
+    assert len(train(workers, "bfloat16", None, num_steps=1, module=module).losses) == 1

@@ -188,6 +188,38 @@ def test_a_session_that_is_killed_is_a_lost_worker_and_the_next_one_is_served(
     run(allowing, Block)
 
 
+# Processes from the second to the last number are killed before they can serve.
+DYING = """
+import os, signal
+from lightning_hetero.worker.supervisor import Supervisor
+fork, serve, starts = Supervisor._fork, Supervisor._serve_and_exit, []
+def counting(self, second):
+    starts.append(second)
+    return fork(self, second)
+def dying(self, *given):
+    if 2 <= len(starts) <= int(os.environ["LAST"]):
+        os.kill(os.getpid(), signal.SIGKILL)
+    serve(self, *given)
+Supervisor._fork, Supervisor._serve_and_exit = counting, dying
+"""
+
+
+def test_a_worker_outlives_processes_that_are_killed_before_they_serve() -> None:
+    """As by a system whose memory is full for a moment."""
+    with worker_process(before=DYING, LAST="4") as worker:
+        for name in "ab":
+            with session_at_last(worker, name):
+                pass
+
+
+def test_a_worker_ends_whose_processes_are_always_killed_before_they_serve() -> None:
+    with worker_process(before=DYING, LAST="100") as worker:
+        with session(worker):
+            pass
+        await_end(psutil.Process(worker.process.pid))
+        assert worker.process.poll() == 1
+
+
 def test_a_running_session_is_seen_and_keeps_others_out(allowing: WorkerProcess) -> None:
     address = Address.parse(allowing.address)
     with session(allowing, "0123456789"):
