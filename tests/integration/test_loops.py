@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from lightning.pytorch.utilities import CombinedLoader
+from lightning.pytorch.utilities.model_summary import ModelSummary
 from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset
 
@@ -149,6 +150,16 @@ class FetchesBatches(TinyModule):
         return loss
 
 
+class WithExample(TinyModule):
+    def __init__(self) -> None:
+        super().__init__()
+        self.example_input_array = torch.ones(2, 3, dtype=torch.long)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        logits: Tensor = self.model(tokens).logits
+        return logits
+
+
 class WarmRestarts(TinyModule):
     def configure_optimizers(self) -> Any:
         optimizer = torch.optim.SGD(self.parameters(), lr=0.1, momentum=0.9)
@@ -265,7 +276,19 @@ def test_training_is_that_of_one_device(case: str, workers: list[str]) -> None:
         torch.testing.assert_close(parameter, wanted, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.follows("do so in the dataset or in `on_after_batch_transfer`, or use the safe")
+class LeavesOutLabelsEarlier(TinyModule):
+    """Does so before the strategy counts them."""
+
+    def on_after_batch_transfer(self, batch: Batch, dataloader_idx: int) -> Batch:
+        least = 12 * (self.trainer.fit_loop.batch_idx > 0)
+        batch["labels"][batch["labels"] < least] = -100
+        return batch
+
+
+@pytest.mark.follows(
+    "do so in the dataset or in `on_after_batch_transfer`, or use the safe mode, "
+    "`micro_batching='boundary'`"
+)
 def test_labels_left_out_by_the_step_are_said_before_any_is(workers: list[str]) -> None:
     """The strategy has counted them then. The safe mode has the numbers of one device."""
     expected = fit(LeavesOutLabels(), data=ordinary())
@@ -274,12 +297,17 @@ def test_labels_left_out_by_the_step_are_said_before_any_is(workers: list[str]) 
     assert found.losses != pytest.approx(expected.losses, rel=1e-4)
     found = fit(LeavesOutLabels(), even(workers, micro_batching="boundary"), ordinary())
     assert found.losses == pytest.approx(expected.losses, rel=1e-4)
+    expected = fit(LeavesOutLabelsEarlier(), data=ordinary())
+    found = fit(LeavesOutLabelsEarlier(), even(workers), ordinary())
+    assert found.losses == pytest.approx(expected.losses, rel=1e-4)
 
 
+@pytest.mark.follows("For these use `ModelSummary(module)` before the run.")
 def test_a_summary_does_not_call_layers_on_workers(workers: list[str]) -> None:
     """An `example_input_array` would make it do so; after the run the module has it again."""
-    module = TinyModule()
-    module.example_input_array = example = torch.ones(2, 3, dtype=torch.long)
+    module = WithExample()
+    example = module.example_input_array
+    assert ModelSummary(module).total_flops > 0
     with pytest.warns(UserWarning, match="`example_input_array` is None during the run"):
         fit(module, even(workers), ordinary(), enable_model_summary=True)
     assert module.example_input_array is example
