@@ -36,6 +36,8 @@ from ..pipeline.microbatch import (
     CutBatch,
     LossWeighting,
     Samples,
+    copied,
+    labels_to_count,
 )
 from ..pipeline.parameter_hooks import ParameterHooks
 from ..pipeline.results import BatchMetrics, StepLog, loss_of
@@ -341,7 +343,7 @@ class FirstBatchCheck:
         try:
             with one_run, torch.enable_grad(), trial as tried:
                 with plugin.train_step_context(), WatchesBackwards(tried):
-                    loss = loss_of(module.training_step(batch, *self.trial.rest))
+                    loss = loss_of(module.training_step(copied(batch), *self.trial.rest))
                 deployment.check_forward_finished()
                 return RunGradients.of(loss, tried, weight, scale, own, whole)
         finally:
@@ -363,10 +365,19 @@ class FirstBatchCheck:
         with torch.set_grad_enabled(has_gradients), trial as tried:
             watching = WatchesBackwards(tried) if has_gradients else nullcontext()
             with module.trainer.precision_plugin.train_step_context(), watching:
-                result = module.training_step(batch, *self.trial.rest)
+                own = copied(batch)
+                labels = labels_to_count(own, self.weighting)
+                result = module.training_step(own, *self.trial.rest)
             deployment.check_forward_finished()
         put_back()
         loss = loss_of(result)
+        if labels is not None and labels._version and self.checks.is_new("labels"):
+            rank_zero_warn(
+                "`training_step` changes the `labels` of its batch in place, and the losses of "
+                "micro-batches are weighted by the labels that count before. If it leaves labels "
+                "out (-100), do so in the dataset or in `on_after_batch_transfer`, or use the safe "
+                "mode, `micro_batching='boundary'`."
+            )
         if logged is not None:
             logged.end(result)
         return None if loss is None else float(loss.detach())

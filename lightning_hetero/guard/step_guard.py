@@ -107,7 +107,7 @@ class CheckedSteps:
             self._kinds = self._kind_reader.read(tensors_of(cut.to_check.whole))
         # A batch that accumulates cannot be checked itself.
         may_keep = accumulates and len(cut.to_check.microbatches) > 1
-        self._kept = (cut.to_check, rest) if may_keep else None
+        self._kept = (cut.to_check.kept(), rest) if may_keep else None
         schedule, kept = checks.schedule, checks.kept
         is_free = not accumulates or schedule.number == 0
         if is_free:

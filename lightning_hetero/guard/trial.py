@@ -14,6 +14,7 @@ from ..coordinator.deployment import Deployment
 from ..coordinator.dry_run import Runs, no_trace
 from ..coordinator.precision import computing_dtypes
 from ..pipeline.handover import LoneMicrobatch
+from ..pipeline.microbatch import copied
 from ..pipeline.tolerance import Rounding
 
 
@@ -71,6 +72,6 @@ class Trial:
             self.module.trainer.precision_plugin.train_step_context(),
         ):
             own.go_on()
-            result = self.module.training_step(microbatch, *self.rest)
+            result = self.module.training_step(copied(microbatch), *self.rest)
         self.deployment.check_forward_finished()
         return result

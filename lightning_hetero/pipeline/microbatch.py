@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, field, fields, is_dataclass, replace
 from functools import cached_property, partial
 from typing import Any, Literal, cast
@@ -332,7 +332,8 @@ def counted_labels(batch: Any) -> Tensor:
     """Count the labels of a token mean, all except -100; does not wait for the device.
 
     If all counted labels equal ``input_ids``, the loss shifts them itself, as every causal language
-    model of Hugging Face does. Then the first label of each row does not count.
+    model of Hugging Face does. Then the first label of each row does not count. In a batch without
+    ``input_ids`` the ids have another name.
 
     Raises:
         BatchError: If the batch lacks labels.
@@ -343,12 +344,39 @@ def counted_labels(batch: Any) -> Tensor:
             "loss_weighting='labels' needs a batch with one `labels` entry, but this batch is a "
             f"{type(batch).__name__} without it. Use 'samples' or pass a function."
         )
-    labels, inputs = _entry(holder, "labels"), _entry(holder, "input_ids")
+    labels = _entry(holder, "labels")
     counted: Tensor = labels != IGNORED_LABEL
-    if labels.ndim != 2 or not isinstance(inputs, Tensor) or inputs.shape != labels.shape:
+    are_shifted_later = [
+        ((labels == inputs) | ~counted).all() & is_ids for inputs, is_ids in _ids_in(holder, labels)
+    ]
+    if not are_shifted_later:
         return counted.sum()
-    is_shifted_later = ((labels == inputs) | ~counted).all()
+    is_shifted_later = torch.stack(are_shifted_later).any()
     return torch.where(is_shifted_later, counted[:, 1:].sum(), counted.sum())
+
+
+def labels_to_count(batch: Any, weighting: LossWeighting) -> Tensor | None:
+    """The labels of a batch whose count weighs its loss; None where their count does not."""
+    holder = _holder_of_labels(batch) if weighting in ("auto", "labels") else None
+    return None if holder is None else cast(Tensor, _entry(holder, "labels"))
+
+
+def _ids_in(holder: Any, labels: Tensor) -> Iterator[tuple[Tensor, Tensor | bool]]:
+    """The tensors of a batch that may be the ids of its tokens, and whether each one is.
+
+    The labels of two classes may equal a mask, so ids without their usual name are above 1.
+    """
+    named = _entry(holder, "input_ids")
+    if labels.ndim != 2:
+        return
+    if isinstance(named, Tensor):
+        if named.shape == labels.shape:
+            yield named, True
+        return
+    for tensor in _tensors(holder):
+        is_other = tensor is not labels and tensor.shape == labels.shape
+        if is_other and not (tensor.is_floating_point() or tensor.is_complex()):
+            yield tensor, (tensor > 1).any()
 
 
 def _holder_of_labels(batch: Any) -> Any:
@@ -388,6 +416,44 @@ def _parts(batch: Any) -> Iterator[Any]:
         yield from _parts(part)
 
 
+def copied(batch: Any) -> Any:
+    """A batch with tensors and containers of its own.
+
+    A ``training_step`` may change its batch: it pops the labels, or masks tokens in place. So it
+    runs for a check on a copy, and the step gets the batch as the data loader gave it. Objects of
+    other kinds are not copied.
+    """
+    # Tensors that are one object are one object in the copy.
+    clones: dict[int, Tensor] = {}
+
+    def clone(tensor: Tensor) -> Tensor:
+        if id(tensor) not in clones:
+            clones[id(tensor)] = tensor.detach().clone().requires_grad_(tensor.requires_grad)
+        return clones[id(tensor)]
+
+    return with_own_containers(batch, clone)
+
+
+def with_own_containers(part: Any, of_tensor: Callable[[Tensor], Tensor]) -> Any:
+    """A batch with containers of its own, in which a function has replaced the tensors."""
+    if isinstance(part, Tensor):
+        return of_tensor(part)
+    if isinstance(part, MutableMapping):
+        made: Any = copy.copy(part)
+        made.update({key: with_own_containers(part[key], of_tensor) for key in part})
+        return made
+    if isinstance(part, (list, tuple)):
+        inside = [with_own_containers(value, of_tensor) for value in part]
+        return type(part)(*inside) if hasattr(part, "_fields") else type(part)(inside)
+    if is_dataclass(part) and not isinstance(part, type):
+        made = copy.copy(part)
+        for each in fields(part):
+            value = with_own_containers(getattr(part, each.name), of_tensor)
+            object.__setattr__(made, each.name, value)  # the class may be frozen
+        return made
+    return part
+
+
 def _cut(part: Any, start: int, end: int, samples: Samples) -> Any:
     if isinstance(part, Tensor):
         return _cut_tensor(part, start, end, samples)
@@ -425,7 +491,10 @@ def _cut_tensor(tensor: Tensor, start: int, end: int, samples: Samples) -> Tenso
             "Name the dimension with `batch_dim`, or use the safe mode, "
             "`micro_batching='boundary'`."
         )
-    return tensor.narrow(dim, start, end - start)
+    # A view of `data` counts its own changes in place. Otherwise autograd takes a change of one
+    # micro-batch for a change of what another one has saved.
+    source = tensor if tensor.requires_grad else tensor.data
+    return source.narrow(dim, start, end - start)
 
 
 def _dim_in(tensor: Tensor, samples: Samples) -> int | None:
@@ -504,6 +573,11 @@ class CutBatch:
     def batch_of(self) -> list[int]:
         """The number of the loader's batch of which each micro-batch is a part."""
         return [0] * len(self.microbatches)
+
+    def kept(self) -> CutBatch:
+        """The batch for a check after its step, which may take entries out of its micro-batches."""
+        pieces = [with_own_containers(piece, lambda tensor: tensor) for piece in self.microbatches]
+        return replace(self, microbatches=pieces)
 
     def first(self, count: int) -> CutBatch:
         """The first micro-batches, with their part of the batch."""

@@ -49,6 +49,7 @@ from ..model.tensors import ends_of
 from ..pipeline.bench import median_of_blocks
 from ..pipeline.boundary import Surroundings
 from ..pipeline.handover import surroundings_here
+from ..pipeline.microbatch import copied
 from ..pipeline.results import loss_of
 from ..planner.profile import EMBEDDING, HEAD
 from ..protocol import messages as m
@@ -450,6 +451,7 @@ class EndsRunner:
         evaluates: bool = False,
     ) -> tuple[Any, PassingLayers]:
         module, precision = self.module, self.module.trainer.precision_plugin
+        batch = copied(batch)  # the next run gets it too
         enter, leave = passed.enter, passed.leave
         passing = PassingLayers(
             module, self.layers, self.on_meta, self.outputs, enter, leave, forms

@@ -23,12 +23,14 @@ from .._lightning import (
     StochasticWeightAveraging,
     WeightAveraging,
     _optimizer_handles_unscaling,
+    is_param_in_hook_signature,
     pl,
 )
 from ..coordinator.precision import scaler_of
 from ..errors import ModelError, did_you_mean
 from ..model.compiled_layers import compiles_only
 from ..model.layers import DecoderLayer, chances_of_leaving_out
+from ..model.override import stand_in
 from ..pipeline.microbatch import BatchOptions, LossWeighting
 from ..plan import NAMED_PLANS, Plan
 from ..recovery import Recovery
@@ -52,8 +54,13 @@ class StepOptions:
     batches: BatchOptions
 
     def cuts_step(self, module: pl.LightningModule) -> bool:
-        """Whether ``training_step`` runs once per micro-batch."""
-        return self.micro_batching == "step" and module.automatic_optimization
+        """Whether ``training_step`` runs once per micro-batch.
+
+        It runs once per batch if it takes ``dataloader_iter``: it fetches its batches by itself.
+        """
+        step = module.training_step
+        fetches = is_param_in_hook_signature(step, "dataloader_iter", explicit=True)
+        return self.micro_batching == "step" and module.automatic_optimization and not fetches
 
 
 def _is_count(value: Any, least: int) -> bool:
@@ -291,6 +298,18 @@ def check_callbacks(trainer: pl.Trainer) -> None:
                 "`lightning_hetero.callbacks.StageWeightAveraging`, which averages the weights on "
                 "the workers."
             )
+
+
+def without_example(module: pl.LightningModule) -> Callable[[], None]:
+    """Hide the example input of a module: Lightning's summary and loggers of graphs would call
+    layers on workers before a step. Returns a function that ends it."""
+    if module._example_input_array is not None:
+        rank_zero_warn(
+            "`example_input_array` is None during the run, since layers are on workers. So the "
+            "model summary shows neither the sizes of inputs and outputs nor FLOPs, and loggers "
+            "write no graph. For these use `ModelSummary(module)` before the run."
+        )
+    return stand_in(module, "_example_input_array", None)
 
 
 def warn_of_batch_statistics(module: pl.LightningModule) -> None:

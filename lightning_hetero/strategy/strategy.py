@@ -50,6 +50,7 @@ from .arguments import (
     warn_of_batch_statistics,
     warn_of_frequencies,
     warn_of_idle_devices,
+    without_example,
 )
 from .checkpoints import Checkpoints, checkpoint_io_or_ours, keeping_frozen
 from .deploy import PlanSource, Site
@@ -283,6 +284,7 @@ class HeteroPipelineStrategy(SingleDeviceStrategy):
         deployment, module = self.deployment, self._module()
         if deployment is None:
             return
+        self._guards.callback(without_example(module))
         if self._options.cuts_step(module) and deployment.plan.micro_batches > 1:
             warn_of_batch_statistics(module)
             warn_of_frequencies(module)

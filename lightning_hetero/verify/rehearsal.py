@@ -31,6 +31,7 @@ from ..model.layer_call import ResultForm, take_hidden
 from ..model.layers import DecoderLayer, describe_layer
 from ..model.placeholders import is_away
 from ..model.tensors import flatten, named_contents
+from ..pipeline.microbatch import copied
 from ..pipeline.results import loss_of
 from ..pipeline.tolerance import (
     Comparison,
@@ -118,7 +119,7 @@ class Observer:
     def _loss(self) -> Tensor:
         torch.manual_seed(_SEED)
         with torch.enable_grad(), self.module.trainer.precision_plugin.train_step_context():
-            loss = loss_of(_step_of(self.module)(self.batch))
+            loss = loss_of(_step_of(self.module)(copied(self.batch)))
         if loss is None:
             raise BatchError(
                 "The training_step returned None to skip the first batch, so there is nothing "

@@ -8,13 +8,14 @@ from typing import Any
 import pytest
 import torch
 from lightning.pytorch.utilities import CombinedLoader
+from lightning.pytorch.utilities.model_summary import ModelSummary
 from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_hetero import HeteroPipelineStrategy
 from lightning_hetero.errors import ModelError
 
-from ..models import TinyModule, loader, sequences, trainer
+from ..models import VOCABULARY, TinyModule, fit, loader, sequences, trainer
 from ..pairwise import keeping
 
 Batch = dict[str, Tensor]
@@ -121,6 +122,44 @@ class Plateau(TinyModule):
         return {"optimizer": optimizer, "lr_scheduler": config}
 
 
+class ChangesItsBatch(TinyModule):
+    """Takes the labels out of its batch, and changes tokens in place: twice would be too often."""
+
+    def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
+        labels = batch.pop("labels")
+        batch["input_ids"].add_(1).remainder_(VOCABULARY)
+        if batch_idx == 3:
+            self.log("fourth", float(batch["input_ids"].sum()), reduce_fx="sum")
+        loss: Tensor = self.model(**batch, labels=labels).loss
+        return loss
+
+
+class LeavesOutLabels(TinyModule):
+    """Leaves out some labels in place, and none of the first batch."""
+
+    def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
+        batch["labels"][batch["labels"] < 12 * (batch_idx > 0)] = -100
+        return super().training_step(batch, batch_idx)
+
+
+class FetchesBatches(TinyModule):
+    def training_step(self, dataloader_iter: Any) -> Tensor:  # type: ignore[override]
+        batch, *_ = next(dataloader_iter)
+        loss: Tensor = self.model(**batch).loss
+        self.log("train_loss", loss, batch_size=4)
+        return loss
+
+
+class WithExample(TinyModule):
+    def __init__(self) -> None:
+        super().__init__()
+        self.example_input_array = torch.ones(2, 3, dtype=torch.long)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        logits: Tensor = self.model(tokens).logits
+        return logits
+
+
 class WarmRestarts(TinyModule):
     def configure_optimizers(self) -> Any:
         optimizer = torch.optim.SGD(self.parameters(), lr=0.1, momentum=0.9)
@@ -181,6 +220,8 @@ CASES: dict[str, tuple[type[TinyModule], Callable[[], Any], Any, dict[str, Any]]
         None,
         {"reload_dataloaders_every_n_epochs": 1, **TWICE},
     ),
+    "changed batches": (ChangesItsBatch, ordinary, None, {"accumulate_grad_batches": 2, **TWICE}),
+    "fetched batches": (FetchesBatches, ordinary, None, TWICE),
     "three kinds of results": (OfThreeKinds, ordinary, None, {}),
     "logs twice": (LogsTwice, ordinary, None, {}),
     "plateau every step": (Plateau, ordinary, None, {}),
@@ -233,6 +274,48 @@ def test_training_is_that_of_one_device(case: str, workers: list[str]) -> None:
     assert metrics == pytest.approx(expected_metrics, rel=1e-4)
     for parameter, wanted in zip(found.parameters(), expected.parameters(), strict=True):
         torch.testing.assert_close(parameter, wanted, rtol=1e-4, atol=1e-5)
+
+
+class LeavesOutLabelsEarlier(TinyModule):
+    """Does so before the strategy counts them."""
+
+    def on_after_batch_transfer(self, batch: Batch, dataloader_idx: int) -> Batch:
+        least = 12 * (self.trainer.fit_loop.batch_idx > 0)
+        batch["labels"][batch["labels"] < least] = -100
+        return batch
+
+
+@pytest.mark.follows(
+    "do so in the dataset or in `on_after_batch_transfer`, or use the safe mode, "
+    "`micro_batching='boundary'`"
+)
+def test_labels_left_out_by_the_step_are_said_before_any_is(workers: list[str]) -> None:
+    """The strategy has counted them then. The safe mode has the numbers of one device."""
+    expected = fit(LeavesOutLabels(), data=ordinary())
+    with pytest.warns(UserWarning, match=r"changes the `labels` of its batch in place"):
+        found = fit(LeavesOutLabels(), even(workers), ordinary())
+    assert found.losses != pytest.approx(expected.losses, rel=1e-4)
+    found = fit(LeavesOutLabels(), even(workers, micro_batching="boundary"), ordinary())
+    assert found.losses == pytest.approx(expected.losses, rel=1e-4)
+    expected = fit(LeavesOutLabelsEarlier(), data=ordinary())
+    found = fit(LeavesOutLabelsEarlier(), even(workers), ordinary())
+    assert found.losses == pytest.approx(expected.losses, rel=1e-4)
+
+
+@pytest.mark.follows("For these use `ModelSummary(module)` before the run.")
+def test_a_summary_does_not_call_layers_on_workers(workers: list[str]) -> None:
+    """An `example_input_array` would make it do so; after the run the module has it again."""
+    module = WithExample()
+    example = module.example_input_array
+    assert ModelSummary(module).total_flops > 0
+    with pytest.warns(UserWarning, match="`example_input_array` is None during the run"):
+        fit(module, even(workers), ordinary(), enable_model_summary=True)
+    assert module.example_input_array is example
+    assert module.losses == pytest.approx(fit(TinyModule(), data=ordinary()).losses, rel=1e-4)
+
+
+def even(workers: list[str], **options: Any) -> HeteroPipelineStrategy:
+    return HeteroPipelineStrategy(workers[:2], plan="even", micro_batches=2, **options)
 
 
 def test_clipping_by_hand_is_refused(workers: list[str]) -> None:

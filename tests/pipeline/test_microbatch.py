@@ -21,6 +21,7 @@ from lightning_hetero.pipeline.microbatch import (
     SampleFinder,
     Samples,
     batch_size,
+    copied,
     counted_labels,
     find_samples,
     loss_weights,
@@ -215,6 +216,19 @@ def test_labels_that_the_user_shifted_are_all_counted() -> None:
     shifted = functional.pad(batch["labels"], (0, 1), value=-100)[:, 1:]
     found = counted_labels({"input_ids": batch["input_ids"], "labels": shifted})
     assert found == int((shifted != -100).sum())
+
+
+@pytest.mark.parametrize("change", [dict, with_prompt], ids=["padding", "prompt"])
+def test_ids_of_another_name_show_that_llamas_loss_shifts_the_labels(change: Any) -> None:
+    batch = change(padded_batch())
+    expected = counted_by_llama(batch)
+    renamed = {"tokens" if key == "input_ids" else key: batch[key] for key in batch}
+    assert counted_labels(renamed) == expected
+
+
+def test_labels_of_two_classes_that_equal_a_mask_are_all_counted() -> None:
+    ones = torch.ones(3, 4, dtype=torch.long)
+    assert counted_labels({"labels": ones.clone(), "mask": ones, "ids": ones * 5}) == 12
 
 
 def test_class_labels_are_counted_one_per_sample() -> None:
@@ -458,3 +472,34 @@ def test_an_uncut_batch_is_its_own_micro_batch() -> None:
         assert CutBatch.uncut(thing).weights(weighting, COPIES).all == [1.0]
     with pytest.raises(BatchError):
         CutBatch.of([None, None], 2, None)
+
+
+def test_a_copy_has_tensors_and_containers_of_its_own() -> None:
+    sample, graph = Sample(rows(), rows()), Graph(rows(), "a")
+    batch = {"tokens": rows(), "parts": [sample, (graph, "text", None, 2)], "more": {"x": rows()}}
+    found = copied(BatchEncoding(batch))
+    assert isinstance(found, BatchEncoding)
+    found["tokens"].zero_()
+    found["more"].pop("x").zero_()
+    found["parts"][0].image.zero_()
+    found["parts"][1][0].nodes.zero_()
+    found["parts"].pop()
+    assert torch.equal(batch["tokens"], rows())
+    assert torch.equal(batch["more"]["x"], rows())
+    assert torch.equal(sample.image, rows())
+    assert torch.equal(graph.nodes, rows())
+    assert len(batch["parts"]) == 2
+
+
+def test_a_tensor_with_two_names_has_them_in_a_copy_too() -> None:
+    tokens = rows()
+    found = copied({"input_ids": tokens, "labels": tokens})
+    assert found["input_ids"] is found["labels"]
+
+
+def test_micro_batches_count_their_changes_in_place_for_themselves() -> None:
+    batch = rows(4)
+    first, second = split_batch(batch, 2)
+    second.zero_()
+    assert (first._version, second._version) == (0, 1)
+    assert torch.equal(batch[2:], torch.zeros_like(second))
