@@ -371,9 +371,12 @@ class FirstBatchCheck:
             deployment.check_forward_finished()
         put_back()
         loss = loss_of(result)
-        if labels is not None and labels._version and self.checks.is_new("labels"):
+        left = labels_to_count(own, self.weighting)  # None if the step has taken them out
+        is_changed = left is not None and left is not labels
+        is_changed |= labels is not None and labels._version > 0
+        if is_changed and self.checks.is_new("labels"):
             rank_zero_warn(
-                "`training_step` changes the `labels` of its batch in place, and the losses of "
+                "`training_step` changes the `labels` of its batch, and the losses of "
                 "micro-batches are weighted by the labels that count before. If it leaves labels "
                 "out (-100), do so in the dataset or in `on_after_batch_transfer`, or use the safe "
                 "mode, `micro_batching='boundary'`."

@@ -276,6 +276,15 @@ def test_training_is_that_of_one_device(case: str, workers: list[str]) -> None:
         torch.testing.assert_close(parameter, wanted, rtol=1e-4, atol=1e-5)
 
 
+class ReplacesLabels(TinyModule):
+    """Does so with a new tensor."""
+
+    def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
+        is_out = batch["labels"] < 12 * (batch_idx > 0)
+        batch["labels"] = batch["labels"].masked_fill(is_out, -100)
+        return super().training_step(batch, batch_idx)
+
+
 class LeavesOutLabelsEarlier(TinyModule):
     """Does so before the strategy counts them."""
 
@@ -289,13 +298,16 @@ class LeavesOutLabelsEarlier(TinyModule):
     "do so in the dataset or in `on_after_batch_transfer`, or use the safe mode, "
     "`micro_batching='boundary'`"
 )
-def test_labels_left_out_by_the_step_are_said_before_any_is(workers: list[str]) -> None:
+@pytest.mark.parametrize("kind", [LeavesOutLabels, ReplacesLabels])
+def test_labels_left_out_by_the_step_are_said_before_any_is(
+    kind: type[TinyModule], workers: list[str]
+) -> None:
     """The strategy has counted them then. The safe mode has the numbers of one device."""
-    expected = fit(LeavesOutLabels(), data=ordinary())
-    with pytest.warns(UserWarning, match=r"changes the `labels` of its batch in place"):
-        found = fit(LeavesOutLabels(), even(workers), ordinary())
+    expected = fit(kind(), data=ordinary())
+    with pytest.warns(UserWarning, match=r"changes the `labels` of its batch, and the losses"):
+        found = fit(kind(), even(workers), ordinary())
     assert found.losses != pytest.approx(expected.losses, rel=1e-4)
-    found = fit(LeavesOutLabels(), even(workers, micro_batching="boundary"), ordinary())
+    found = fit(kind(), even(workers, micro_batching="boundary"), ordinary())
     assert found.losses == pytest.approx(expected.losses, rel=1e-4)
     expected = fit(LeavesOutLabelsEarlier(), data=ordinary())
     found = fit(LeavesOutLabelsEarlier(), even(workers), ordinary())
