@@ -259,9 +259,9 @@ class LayerState:
         """Refuse an update of tensors that other processes have too."""
         if changed := sorted(updated & self._constants):
             raise ModelError(
-                f"A forward updated {changed[0]}, which other layers or the coordinator share: "
-                "each of them has a copy on its own machine, and the copies would differ. Keep the "
-                "layers that share it with the coordinator."
+                f"A forward updated {changed[0]}, whose memory another buffer, other layers or the "
+                "coordinator share: each of them has a copy on its own machine, and the copies "
+                "would differ. Keep the layers that share it with the coordinator."
             )
         if self._is_shared:
             raise ModelError(
