@@ -285,7 +285,8 @@ class LayerState:
             f"its attribute {change.name()!r} on a worker. Neither the model nor another worker "
             "would see the change, and each micro-batch would find what the one before has left. "
             "Keep the state in a buffer, pass it as an argument, or keep the layer with the "
-            "coordinator."
+            "coordinator. If it stays as the first forward makes it, run a batch through the model "
+            "before `fit`."
         )
 
     def _check_forms(self, before: Mapping[str, Stamp]) -> None:
