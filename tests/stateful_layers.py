@@ -193,3 +193,43 @@ class LayeredModule(OwnModule):
 
     def predict_step(self, batch: dict[str, Tensor], batch_idx: int) -> Any:
         return self.model(batch["input_ids"])
+
+
+class Growing(Keeping):
+    """Keeps a table for each position in a buffer, which grows with the longest sequence."""
+
+    table: Tensor | None
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("table", torch.zeros(0, WIDTH), persistent=False)
+
+    def factor(self, hidden: Tensor) -> Tensor:
+        if self.table is None or len(self.table) < hidden.shape[1]:
+            self.table = torch.ones(hidden.shape[1], WIDTH)
+        return self.table[: hidden.shape[1]]
+
+
+class Following(Keeping):
+    """Has a target network of its own weights that its forward moves."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.target = nn.Parameter(torch.ones(WIDTH), requires_grad=False)
+
+    def factor(self, hidden: Tensor) -> Tensor:
+        if self.training:
+            self.target.data.mul_(0.9)
+        return self.target.clone()
+
+
+class Scaling(Keeping):
+    """Brings its weights to a norm of 1 in each forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scales = nn.Parameter(torch.full((WIDTH,), 3.0))
+
+    def factor(self, hidden: Tensor) -> Tensor:
+        self.scales.data = nn.functional.normalize(self.scales.data, dim=0)
+        return self.scales.clone()

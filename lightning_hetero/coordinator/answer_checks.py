@@ -161,8 +161,9 @@ def check_optimizer_state(
         name: The parameter's name.
         state: The state from the worker.
         parameter: The parameter in this process.
-        is_torchs: Whether the optimizer is torch's own; such a state has floating-point tensors, of
-            one element or of a shape that broadcasts to the parameter's.
+        is_torchs: Whether the optimizer is torch's own; such a state has floating-point tensors, or
+            complex ones of a complex parameter, of one element or of a shape that broadcasts to the
+            parameter's.
 
     Raises:
         RemoteProtocolError: If the optimizer cannot have such a state.
@@ -181,7 +182,8 @@ def check_optimizer_state(
 def _can_be_state(value: Tensor, parameter: Tensor, is_torchs: bool) -> bool:
     if not is_torchs:
         return value.numel() <= most_in_state(parameter)
-    return value.is_floating_point() and (value.numel() == 1 or _spreads(value, parameter))
+    is_number = value.is_floating_point() or (value.is_complex() and parameter.is_complex())
+    return is_number and (value.numel() == 1 or _spreads(value, parameter))
 
 
 def _spreads(value: Tensor, parameter: Tensor) -> bool:

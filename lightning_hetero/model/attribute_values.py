@@ -50,6 +50,8 @@ from .plain_objects import (
 
 # Deeper than any real setting, and far below Python's recursion limit.
 MOST_DEPTH = 32
+# So many parts of the path of a value that refers to what it is in.
+_MOST_SHOWN = 8
 # The most text that a message may carry.
 MOST_CHARACTERS = 2**20
 
@@ -282,7 +284,9 @@ def write_value(
     if id(value) in written:
         return Again(written[id(value)][0])
     if depth > MOST_DEPTH:
-        raise _refusal(where, f"is nested deeper than {MOST_DEPTH}", "keep plain values in it")
+        start = ".".join(where.split(".")[:_MOST_SHOWN])
+        cause = f"is nested deeper than {MOST_DEPTH}, or refers to what it is in"
+        raise _refusal(f"{start}…", cause, "keep plain values in it")
 
     def write(item: Any, where: str = where) -> Value:
         return write_value(item, where, paths, owner, depth + 1, written)

@@ -58,11 +58,11 @@ from .carried_tensors import Carried, is_carried, returned
 from .hollow_checks import (
     HeldLayers,
     check_hooks_of_all_modules,
+    check_modes,
     check_shared_states,
     hook_away,
     observes,
     warn_of_changes_outside,
-    warn_of_modes,
 )
 from .hollow_forward import HollowSpan, Records, list_begins
 from .hollow_state_dicts import HollowStateDicts, RemoteTensors
@@ -343,7 +343,7 @@ class HollowLayers:
 
         After an exception the caller must call `forget_calls`.
         """
-        warn_of_modes()
+        check_modes()
         records, layer, span = self._records, self._modules[number], self._span
         given = tensors_in((args, kwargs))
         if any(map(is_back, given)):

@@ -15,6 +15,7 @@ import torch
 import torch.nn.modules.module as torch_modules
 from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import nn
+from torch.autograd import forward_ad
 from torch.overrides import _get_current_function_mode_stack
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 from torch.utils.hooks import RemovableHandle
@@ -228,9 +229,21 @@ def check_hooks_of_all_modules(is_excused: Callable[[Callable[..., Any]], bool])
         )
 
 
-def warn_of_modes() -> None:
-    """Warn of modes of the user's own around a call of a layer: they see each operation of this
-    thread, and may change it or only count it."""
+def check_modes() -> None:
+    """Refuse a transform of `torch.func` around a call of a layer: its tensors have no content that
+    could be sent. Warn of modes of the user's own: they see each operation of this thread, and may
+    change it or only count it.
+
+    Raises:
+        ModelError: Inside of such a transform, or of forward-mode differentiation.
+    """
+    if torch._C._functorch.peek_interpreter_stack() is not None or forward_ad._current_level >= 0:
+        raise ModelError(
+            "A layer that lives on a worker was called inside of a transform of `torch.func` "
+            "(`vmap`, `grad`, `jvp`, `jacrev`) or of forward-mode differentiation, which cannot "
+            "see what the worker computes. Call it outside of the transform, or let the "
+            "coordinator alone have the layers."
+        )
     hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
     modes = (*_get_current_function_mode_stack(), *_get_current_dispatch_mode_stack())
     if modes or hooks is not None:

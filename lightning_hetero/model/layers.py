@@ -10,7 +10,15 @@ A model may then pass the embedding's output to its first layer, and do arithmet
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Sequence
+from collections.abc import (
+    Callable,
+    Collection,
+    Hashable,
+    Iterable,
+    Iterator,
+    Mapping,
+    Sequence,
+)
 from dataclasses import dataclass, field, replace
 from difflib import SequenceMatcher
 from functools import cache
@@ -312,7 +320,9 @@ def _holding(
 
 
 def check_layers_stand_alone(root: nn.Module, stages: Sequence[Sequence[DecoderLayer]]) -> None:
-    """Refuse tensors shared by a remote stage with another stage or with the coordinator.
+    """Refuse tensors shared by a remote stage with another stage or with the coordinator, and
+    tensors that no worker can have as they are here: sparse ones, and the memory of a trained
+    parameter under another name.
 
     Raises:
         ModelError: With the names of a shared tensor.
@@ -334,6 +344,61 @@ def check_layers_stand_alone(root: nn.Module, stages: Sequence[Sequence[DecoderL
                     f"different workers; {_REMEDY_FOR_SHARED[kind]}, or keep them with the "
                     "coordinator."
                 )
+        _check_layouts(own)
+        for one, other in overlapping({name: tensor for name, (_, tensor) in own.items()}):
+            if own[one][1].requires_grad or own[other][1].requires_grad:
+                raise ModelError(
+                    f"{one} and {other} are two tensors in the same memory, so training changes "
+                    "both here. A worker gives each a memory of its own. `clone()` one of them, "
+                    "use the same parameter for both, or keep the layer with the coordinator."
+                )
+
+
+def _check_layouts(tensors: Mapping[str, tuple[str, Tensor]]) -> None:
+    for name, (kind, tensor) in tensors.items():
+        if tensor.layout is not torch.strided:
+            layout = str(tensor.layout).removeprefix("torch.")
+            raise ModelError(
+                f"The {kind} {name} has the layout {layout}, which cannot be sent to a worker; "
+                "convert it by `to_dense()`, or keep the layer with the coordinator."
+            )
+
+
+def overlapping(tensors: Mapping[str, Tensor]) -> Iterator[tuple[str, str]]:
+    """The names of each two tensors that have memory in common and are not the same."""
+    in_storage: dict[Hashable, list[tuple[str, Tensor]]] = {}
+    for name, tensor in tensors.items():
+        if tensor.is_meta or tensor.layout is not torch.strided or not tensor.numel():
+            continue
+        place = tensor.device, tensor.untyped_storage().data_ptr()
+        others = in_storage.setdefault(place, [])
+        for other, found in others:
+            if found is not tensor and _overlap(found, tensor):
+                yield other, name
+        others.append((name, tensor))
+
+
+def _overlap(one: Tensor, other: Tensor) -> bool:
+    starts, ends = zip(*map(_reach, (one, other)), strict=True)
+    if max(starts) >= min(ends):
+        return False
+    if one.itemsize != other.itemsize:
+        return True
+    # Columns of one table lie between each other.
+    used = torch.zeros((max(ends) - min(starts)) // one.itemsize, dtype=torch.bool)
+    views = [
+        used.as_strided(each.shape, each.stride(), (start - min(starts)) // one.itemsize)
+        for each, start in zip((one, other), starts, strict=True)
+    ]
+    views[0].fill_(True)
+    return bool(views[1].any())
+
+
+def _reach(tensor: Tensor) -> tuple[int, int]:
+    """The addresses of a tensor's first byte and of the byte after its last one."""
+    steps = zip(tensor.shape, tensor.stride(), strict=True)
+    last = sum((size - 1) * stride for size, stride in steps)
+    return tensor.data_ptr(), tensor.data_ptr() + (last + 1) * tensor.itemsize
 
 
 _REMEDY_FOR_SHARED = {

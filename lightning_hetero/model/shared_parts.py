@@ -26,7 +26,7 @@ from torch import Tensor, nn
 
 from ..errors import ModelError
 from .attributes import ModuleState
-from .layers import DecoderLayer, identity_of, name_of
+from .layers import DecoderLayer, identity_of, name_of, overlapping
 from .partial_layers import in_tree
 from .state import Stamp
 from .stored import format_of
@@ -67,7 +67,8 @@ class SharedParts:
         stages: The layers of each stage on workers, by their numbers.
 
     Attributes:
-        names: The names of the copied tensors on the workers.
+        names: The names of the copied tensors on the workers. A buffer in the memory of another one
+            counts too: a worker has it apart.
     """
 
     def __init__(self, root: nn.Module, stages: Sequence[Mapping[int, DecoderLayer]]) -> None:
@@ -84,6 +85,8 @@ class SharedParts:
                 for put in own.replacements(layer.module):
                     self._undo.callback(put())
                 self.names |= {f"{number}.{name}" for name in own.names(layer.module)}
+                tensors = dict(layer.module.named_buffers(remove_duplicate=False))
+                self.names |= {f"{number}.{n}" for pair in overlapping(tensors) for n in pair}
                 for original in own.originals:
                     self._originals.setdefault((id(original.owner), original.leaf), original)
                     modules[id(original.owner)] = original.owner

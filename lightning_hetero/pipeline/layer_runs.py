@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils.checkpoint import checkpoint
 
+from ..model.layers import has_own_code
 from .random_numbers import PythonStreams
 
 Call = Callable[..., Any]
@@ -61,7 +62,8 @@ def on_trial(layer: nn.Module, keeps_modes: bool = False) -> Iterator[None]:
     """Inside, a layer computes as in training, without dropout; afterwards it is as before.
 
     Batch norms keep their mode, all other modules evaluate. Buffers are copies inside, so the
-    layer's own buffers do not count as changed.
+    layer's own buffers do not count as changed. Parameters changed by a layer with code of your own
+    get their content back.
 
     Args:
         layer: The layer.
@@ -70,6 +72,8 @@ def on_trial(layer: nn.Module, keeps_modes: bool = False) -> Iterator[None]:
     modes = {module: module.training for module in layer.modules()}
     buffers = {module: dict(module._buffers) for module in modes}
     copies: dict[Tensor, Tensor] = {}
+    parameters = [*layer.parameters()] if has_own_code(layer) else []
+    kept = [(each, each.data, each.data.clone()) for each in parameters if not each.is_meta]
     try:
         for module in modes:
             if not keeps_modes and not isinstance(module, _BatchNorm):
@@ -84,6 +88,18 @@ def on_trial(layer: nn.Module, keeps_modes: bool = False) -> Iterator[None]:
             module.training = training
             module._buffers.clear()
             module._buffers.update(buffers[module])
+        for parameter, memory, content in kept:
+            if not _are_equal(parameter.data, content):
+                memory.copy_(content)
+                parameter.data = memory
+
+
+def _are_equal(one: Tensor, other: Tensor) -> bool:
+    if one.dtype != other.dtype:
+        return False
+    if one.dtype.itemsize == 1:  # torch does not compare the numbers of all such dtypes
+        one, other = one.view(torch.uint8), other.view(torch.uint8)
+    return torch.equal(one, other)
 
 
 def running_again(

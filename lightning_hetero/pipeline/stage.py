@@ -45,6 +45,10 @@ MOST_CACHES = 1024
 # Layers of these libraries do not change attributes that another forward computes with.
 _TRUSTED = frozenset({"torch", "bitsandbytes", "peft"})
 
+# So many forwards in training are compared by the sums of the parameters.
+_NUM_LOOKS = 4
+_ROUNDING = 1e-6
+
 
 class StageCaches:
     """The key-value caches of a stage, by number, with the keys and values of its own layers.
@@ -142,10 +146,10 @@ def _check_rows(rows: Tensor, found: DynamicLayer, hidden: Tensor) -> None:
 
 @dataclass(frozen=True)
 class Updates:
-    """Buffers updated more often than on one device.
+    """Buffers and parameters updated more often than on one device.
 
     Args:
-        names: The buffers.
+        names: The buffers and parameters.
         is_again: Whether a recomputed forward updated them, instead of several micro-batches.
     """
 
@@ -154,10 +158,11 @@ class Updates:
 
 
 class LayerState:
-    """The attributes and buffers of layers from one forward to the next.
+    """The attributes, buffers and parameters of layers from one forward to the next.
 
-    Refuses a forward that changes a plain attribute. `take_updates` reports buffers updated more
-    often than on one device, because each micro-batch is a forward.
+    Refuses a forward that changes a plain attribute, or the form of a buffer. `take_updates`
+    reports buffers updated more often than on one device, because each micro-batch is a forward. In
+    the first forwards in training it reports parameters that layers with code of your own change.
 
     Args:
         layers: The layers by number, with attributes as on the coordinator.
@@ -183,6 +188,9 @@ class LayerState:
             for path, module in layer.named_modules()
         ]
         self._held = {place: module._buffers for place, module in modules}
+        self._forms = {name: _form_of(each) for name, each in self._buffers()}
+        self._own = {number: layer for number, layer in layers.items() if has_own_code(layer)}
+        self._num_looks = 0
         self._norms = [(place, each) for place, each in modules if isinstance(each, _NormBase)]
         self._updates: list[Updates] = []
         self._told: set[Updates] = set()
@@ -199,22 +207,44 @@ class LayerState:
         self._attributes.note()
 
     @contextmanager
-    def watching(self, microbatch: int | None, is_again: bool) -> Iterator[None]:
+    def watching(
+        self, microbatch: int | None, is_again: bool, trains: bool = False
+    ) -> Iterator[None]:
         """Inside, a forward of all layers runs; without a micro-batch it is a trial.
 
+        Args:
+            microbatch: The micro-batch.
+            is_again: Whether the forward runs again in the backward.
+            trains: Whether the forward is one of training.
+
         Raises:
-            ModelError: If the forward has changed an attribute, or a buffer of shared layers.
+            ModelError: If the forward has changed an attribute, the form of a buffer, or a buffer
+                or parameter of shared layers.
         """
         before = {name: Stamp.of(each) for name, each in self._buffers() if each is not None}
+        looks = trains and microbatch is not None and self._num_looks < _NUM_LOOKS
+        sums = self._sums_of_parameters() if looks else {}
         yield
         self._check_attributes()
+        self._check_forms(before)
         if microbatch is None:
             return
-        updated = self._statistics() | {
-            name
-            for name, each in self._buffers()
-            if (before[name].differs(each) if name in before else each is not None)
-        }
+        is_later = is_again or bool(self._microbatches - {microbatch})
+        if looks:
+            self._num_looks += 1
+            now = self._sums_of_parameters() if self._is_shared or is_later else sums
+            moved = {name for name, each in now.items() if _differ(sums.get(name), each)}
+        else:
+            moved = set()
+        updated = (
+            self._statistics()
+            | moved
+            | {
+                name
+                for name, each in self._buffers()
+                if (before[name].differs(each) if name in before else each is not None)
+            }
+        )
         if updated:
             self._check_updated(updated)
         if is_again:  # it may be a micro-batch of an earlier batch
@@ -229,9 +259,9 @@ class LayerState:
         """Refuse an update of tensors that other processes have too."""
         if changed := sorted(updated & self._constants):
             raise ModelError(
-                f"A forward updated {changed[0]}, which other layers or the coordinator share: "
-                "each of them has a copy on its own machine, and the copies would differ. Keep the "
-                "layers that share it with the coordinator."
+                f"A forward updated {changed[0]}, whose memory another buffer, other layers or the "
+                "coordinator share: each of them has a copy on its own machine, and the copies "
+                "would differ. Keep the layers that share it with the coordinator."
             )
         if self._is_shared:
             raise ModelError(
@@ -255,8 +285,37 @@ class LayerState:
             f"its attribute {change.name()!r} on a worker. Neither the model nor another worker "
             "would see the change, and each micro-batch would find what the one before has left. "
             "Keep the state in a buffer, pass it as an argument, or keep the layer with the "
-            "coordinator."
+            "coordinator. If it stays as the first forward makes it, run a batch through the model "
+            "before `fit`."
         )
+
+    def _check_forms(self, before: Mapping[str, Stamp]) -> None:
+        """Refuse a buffer with a form that it has not had; the buffers are as before then."""
+        forms = {name: _form_of(each) for name, each in self._buffers()}
+        changed = next((name for name in forms if forms[name] != self._forms.get(name)), None)
+        if changed is None:
+            return
+        for place, held in self._held.items():
+            for leaf in [*held]:
+                kept = before.get(f"{place}.{leaf}")
+                held[leaf] = None if kept is None else kept.tensor
+        place, _, name = changed.partition(".")
+        layer = self._layers[int(place)]
+        raise ModelError(
+            f"The forward of {describe_layer(int(place))} ({type(layer).__name__}) changed the "
+            f"form of its buffer {name!r} on a worker, from {_said(self._forms.get(changed))} to "
+            f"{_said(forms[changed])}. The model keeps the form from before `fit`, and could not "
+            "take this one back. Give the buffer its last form in the constructor, run the longest "
+            "batch through the model before `fit`, or keep the layer with the coordinator."
+        )
+
+    def _sums_of_parameters(self) -> dict[str, Tensor]:
+        return {
+            f"{number}.{name}": _sums(each)
+            for number, layer in self._own.items()
+            for name, each in layer.named_parameters()
+            if not each.is_meta
+        }
 
     def _buffers(self) -> Iterator[tuple[str, Tensor | None]]:
         for place, held in compress(self._held.items(), self._held.values()):
@@ -277,6 +336,58 @@ class LayerState:
         if updated and updates not in self._told:
             self._told.add(updates)
             self._updates.append(updates)
+
+
+@contextmanager
+def _naming_changed_tensors() -> Iterator[None]:
+    """Name the remedy where a forward has changed a tensor that this backward needs."""
+    try:
+        yield
+    except RuntimeError as error:
+        if "modified by an inplace operation" not in str(error):
+            raise
+        raise ModelError(
+            "A backward needs a tensor that has been changed in place since its forward. It seems "
+            "that the forward of a layer changes its own parameters or buffers, and the forward of "
+            "the next micro-batch has come before this backward. Use `micro_batches=1`, or keep "
+            "the layer with the coordinator, for training with `micro_batching='boundary'`. torch "
+            f"says: {error}"
+        ) from error
+
+
+# Shape and dtype; floating dtypes count as one, since layers store their results in buffers.
+_Form = tuple[torch.Size, torch.dtype | None] | None
+
+
+def _form_of(buffer: Tensor | None) -> _Form:
+    if buffer is None:
+        return None
+    return buffer.shape, None if buffer.is_floating_point() else buffer.dtype
+
+
+def _said(form: _Form) -> str:
+    if form is None:
+        return "nothing"
+    shape, dtype = form
+    return f"{str(dtype or 'floating point').removeprefix('torch.')}{[*shape]}"
+
+
+def _sums(parameter: Tensor) -> Tensor:
+    """The sum of a tensor's numbers and the sum of their sizes."""
+    found = parameter.detach()
+    if found.is_complex():
+        found = torch.view_as_real(found)
+    if found.dtype.itemsize == 1:
+        found = found.view(torch.uint8)
+    found = found.float()
+    return torch.stack([found.sum(), found.abs().sum()])
+
+
+def _differ(before: Tensor | None, now: Tensor) -> bool:
+    """Whether sums differ by more than rounding does, as in a second scaling to the same norm."""
+    if before is None:
+        return True
+    return bool(((now - before).abs() > _ROUNDING * before[1].abs()).any())
 
 
 def _may_keep_state(module: nn.Module) -> bool:
@@ -438,7 +549,8 @@ class Stage:
                 if gradient is not None and tensor.requires_grad
             ]
             runs_again = self.recompute == "layers"
-            with self._watching(key, saved.surroundings, True) if runs_again else nullcontext():
+            watching = self._watching(key, saved.surroundings, True)
+            with watching if runs_again else nullcontext(), _naming_changed_tensors():
                 torch.autograd.backward(
                     [t for t, _ in pairs], [g for _, g in pairs], retain_graph=gradients.keeps_graph
                 )
@@ -478,7 +590,9 @@ class Stage:
     ) -> AbstractContextManager[None]:
         if self.state is None:
             return nullcontext()
-        return self.state.watching(None if surroundings.is_trial else key.microbatch, is_again)
+        microbatch = None if surroundings.is_trial else key.microbatch
+        trains = any(call.training for call in surroundings.calls)
+        return self.state.watching(microbatch, is_again, trains)
 
     def _leaf(self, grad_enabled: bool, tensor: Tensor) -> Tensor:
         """An incoming tensor on the device, as a leaf of this stage's graph."""

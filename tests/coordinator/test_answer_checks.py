@@ -169,6 +169,19 @@ def test_the_state_of_torchs_optimizers_may_come(
     assert check_optimizer_state("weight", state, parameter, is_torchs=True) == state
 
 
+@pytest.mark.parametrize("make", [torch.optim.SGD, torch.optim.AdamW])
+def test_the_state_of_a_complex_parameter_is_complex(make: Any) -> None:
+    parameter = nn.Parameter(torch.ones(3, dtype=torch.complex64))
+    optimizer = make([parameter], lr=0.1, **({"momentum": 0.9} if make is torch.optim.SGD else {}))
+    parameter.abs().sum().backward()
+    optimizer.step()
+    state = dict(optimizer.state[parameter])
+    assert any(isinstance(each, Tensor) and each.is_complex() for each in state.values())
+    assert check_optimizer_state("weight", state, parameter, is_torchs=True) == state
+    with pytest.raises(RemoteProtocolError, match="complex64"):
+        check_optimizer_state("weight", state, nn.Parameter(torch.ones(3)), is_torchs=True)
+
+
 def test_norms_of_an_overflow_may_come_and_none_of_another_optimizer() -> None:
     layer = nn.Linear(2, 2)
     held = held_tensors({0: layer}, {"0.weight": torch.float32, "0.bias": torch.float32})

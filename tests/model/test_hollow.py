@@ -15,6 +15,7 @@ import pytest
 import torch
 from lightning.pytorch.profilers.pytorch import RegisterRecordFunction
 from torch import Tensor, nn
+from torch.autograd.forward_ad import dual_level
 from torch.nn.modules import module as torch_modules
 from torch.overrides import TorchFunctionMode
 from torch.utils import swap_tensors
@@ -343,6 +344,18 @@ def test_a_mode_that_sees_nothing_of_a_layer_is_named(
     with torch.device("cpu"), warnings.catch_warnings():
         warnings.simplefilter("error")
         hollowed.model(tokens())
+
+
+def test_a_transform_around_layers_that_are_away_is_refused(hollowed: Hollowed) -> None:
+    def loss(scale: Tensor) -> Tensor:
+        logits: Tensor = hollowed.model(tokens()).logits
+        return logits.sum() * scale
+
+    with pytest.raises(ModelError, match="inside of a transform of `torch.func`"):
+        torch.func.grad(loss)(torch.ones(()))
+    with dual_level(), pytest.raises(ModelError, match="forward-mode differentiation"):
+        hollowed.model(tokens())
+    hollowed.model(tokens())
 
 
 @pytest.mark.parametrize("hook", ["forward", "forward pre", "backward", "backward pre"])

@@ -151,6 +151,46 @@ def test_layers_of_one_stage_may_share_a_parameter() -> None:
     check_layers_stand_alone(module, stages_of(module, (0, 1), (1, 3)))
 
 
+@pytest.mark.parametrize("is_parameter", [True, False])
+def test_a_trained_parameter_in_the_memory_of_another_tensor_is_refused(
+    is_parameter: bool,
+) -> None:
+    module = Towers()
+    same = module.blocks[1].weight.data[1:]
+    again = nn.Parameter(same) if is_parameter else nn.Buffer(same)
+    module.blocks[1].again = again
+    with pytest.raises(ModelError, match=r"blocks\.1\.(weight|again) and .* in the same memory"):
+        check_layers_stand_alone(module, stages_of(module, (0, 1), (1, 3)))
+    module.blocks[1].again = again.detach().clone() if not is_parameter else nn.Parameter(same + 1)
+    check_layers_stand_alone(module, stages_of(module, (0, 1), (1, 3)))
+
+
+def test_parameters_that_are_columns_of_one_table_stand_alone() -> None:
+    module = Towers()
+    table = torch.ones(2, 4)
+    module.blocks[1].weight = nn.Parameter(table[:, :2])
+    module.blocks[1].other = nn.Parameter(table[:, 2:])
+    check_layers_stand_alone(module, stages_of(module, (0, 1), (1, 3)))
+    module.blocks[1].other = nn.Parameter(table[:, 1:3])
+    with pytest.raises(ModelError, match="in the same memory"):
+        check_layers_stand_alone(module, stages_of(module, (0, 1), (1, 3)))
+
+
+def test_frozen_tensors_in_the_same_memory_stand_alone() -> None:
+    module = Towers()
+    module.blocks[1].sines, module.blocks[1].cosines = map(nn.Buffer, torch.ones(2, 4).chunk(2))
+    module.blocks[1].whole = nn.Buffer(module.blocks[1].sines[:1])
+    check_layers_stand_alone(module, stages_of(module, (0, 1), (1, 3)))
+
+
+def test_a_sparse_buffer_is_refused() -> None:
+    module = Towers()
+    module.blocks[1].edges = nn.Buffer(torch.eye(2).to_sparse())
+    with pytest.raises(ModelError, match=r"blocks\.1\.edges has the layout sparse_coo"):
+        check_layers_stand_alone(module, stages_of(module, (0, 1), (1, 3)))
+    check_layers_stand_alone(module, stages_of(module, (0, 1), (2, 3)))
+
+
 @pytest.mark.parametrize("other", ["blocks.0", "top"])
 def test_a_parameter_shared_with_another_place_is_refused_by_both_names(other: str) -> None:
     module = Towers()

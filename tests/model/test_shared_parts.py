@@ -59,3 +59,12 @@ def test_a_change_is_refused_each_time(
     for _ in range(3):
         with pytest.raises(ModelError, match=rf"table\.{name} was changed"):
             parts.check()
+
+
+def test_buffers_in_the_same_memory_are_named() -> None:
+    layer = Table()
+    layer.first = nn.Buffer(layer.rows[:1])
+    layer.other = nn.Buffer(torch.ones(3))
+    root = nn.ModuleDict({"layers": nn.ModuleList([layer])})
+    parts = SharedParts(root, [{0: DecoderLayer("layers.0", layer)}])
+    assert parts.names == {"0.rows", "0.first"}

@@ -72,6 +72,20 @@ class AveragingBlock(Block):
         return super().update(hidden) / self.size.clone()
 
 
+class FollowingBlock(Block):
+    """Adds what a frozen copy of its line computes; the copy follows the line in each forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.target = nn.Linear(WIDTH, WIDTH).requires_grad_(False)
+
+    def update(self, hidden: Tensor) -> Tensor:
+        if self.training:
+            with torch.no_grad():
+                self.target.weight.lerp_(torch.eye(WIDTH), 0.05)
+        return super().update(hidden) + 0.1 * hidden @ self.target.weight.clone()
+
+
 class NormBlock(Block):
     """Normalizes over the batch."""
 
@@ -115,6 +129,12 @@ class Averaging(Learner):
     """Every layer keeps a running mean."""
 
     layer = AveragingBlock
+
+
+class FollowingInside(Learner):
+    """Every layer moves a frozen weight."""
+
+    layer = FollowingBlock
 
 
 class NormInside(Learner):
@@ -224,6 +244,14 @@ PATTERNS = [
         "A layer updates a buffer at each call.",
         Averaging,
         refused="`micro_batches=1` keeps the batch whole",
+        remedy=WHOLE,
+    ),
+    Pattern(
+        "target network in the layers",
+        "Each forward moves a frozen weight towards another one.",
+        FollowingInside,
+        said="target.weight is updated once for each micro-batch",
+        differs=True,
         remedy=WHOLE,
     ),
     Pattern(

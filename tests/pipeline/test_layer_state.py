@@ -17,7 +17,16 @@ from lightning_hetero.pipeline.rule import Key
 from lightning_hetero.pipeline.stage import LayerState, Stage, Updates
 
 from ..own_layers import WIDTH
-from ..stateful_layers import Averaging, Caching, Listing, Restoring, Running
+from ..stateful_layers import (
+    Averaging,
+    Caching,
+    Following,
+    Growing,
+    Listing,
+    Restoring,
+    Running,
+    Scaling,
+)
 
 SHAPE = (2, 3, WIDTH)
 TRAINING = Surroundings(True, None, [LayerCall(4, True, (), {})])
@@ -191,3 +200,77 @@ def test_buffers_that_are_loaded_between_steps_are_not_updated() -> None:
         layer.mean = torch.full((WIDTH,), float(microbatch))
         forward(stage, microbatch, around)
     assert updates(stage) == []
+
+
+@pytest.mark.parametrize("around", [TRAINING, EVALUATION], ids=["F", "E"])
+def test_a_forward_that_changes_the_form_of_a_buffer_is_refused(around: Surroundings) -> None:
+    layer = Growing()
+    sentence = r"layer 4 \(Growing\) changed the form of its buffer 'table' .* from .*\[0, 16\] to"
+    with pytest.raises(ModelError, match=sentence.replace("16", str(WIDTH))):
+        forward(stage_of(layer), around=around)
+    assert layer.table is not None
+    assert layer.table.shape == (0, WIDTH)  # it can still go home
+
+
+def test_a_forward_that_makes_a_buffer_is_refused() -> None:
+    layer = Growing()
+    layer.table = None
+    with pytest.raises(ModelError, match="buffer 'table' on a worker, from nothing to"):
+        forward(stage_of(layer))
+
+
+def test_parameters_that_forwards_change_are_named_with_the_second_micro_batch() -> None:
+    stage = stage_of(Following())
+    stage.begin_batch()
+    forward(stage, 0)
+    assert updates(stage) == []
+    forward(stage, 1)
+    assert updates(stage) == [named(["target"])]
+
+
+def test_parameters_that_a_second_forward_leaves_are_not_named() -> None:
+    stage = stage_of(Scaling())
+    stage.begin_batch()
+    for microbatch in range(3):
+        forward(stage, microbatch)
+    assert updates(stage) == []
+
+
+@pytest.mark.parametrize("kind", [Following, Scaling])
+def test_parameters_that_a_trial_changes_are_put_back(kind: type[nn.Module]) -> None:
+    layer = kind()
+    parameter = next(each for each in layer.parameters(recurse=False))
+    before, memory = parameter.detach().clone(), parameter.data_ptr()
+    forward(stage_of(layer), around=replace(TRIAL, keeps_modes=True))
+    assert parameter.equal(before)
+    assert parameter.data_ptr() == memory
+
+
+def test_a_forward_that_runs_again_changes_parameters_once_more() -> None:
+    stage = stage_of(Following(), recompute=True)
+    forward(stage)
+    backward(stage)
+    assert updates(stage) == [named(["target"], is_again=True)]
+
+
+def test_parameters_of_shared_layers_that_a_forward_changes_are_refused() -> None:
+    stage = stage_of(Following())
+    stage.state = LayerState({4: stage.layers["4"]}, is_shared=True)
+    with pytest.raises(ModelError, match=r"\['4.target'\] of layers that several"):
+        forward(stage)
+
+
+class Overwriting(Averaging):
+    """Changes in place a buffer that its backward needs."""
+
+    def factor(self, hidden: Tensor) -> Tensor:
+        self.mean.add_(1.0)
+        return hidden * self.mean
+
+
+def test_a_backward_without_its_tensors_names_the_remedy() -> None:
+    stage = stage_of(Overwriting())
+    forward(stage, 0)
+    forward(stage, 1)
+    with pytest.raises(ModelError, match="changed in place since .* `micro_batches=1`"):
+        backward(stage, 0)
