@@ -136,6 +136,9 @@ class Narrowing:
 MOST_SHARES = 4096
 """The most micro-batches of a round, after which the order in which replicas take them repeats."""
 
+# Some steps of a run look at each of them, and no batch has so many samples.
+_MOST_MICRO_BATCHES = 2**16
+
 
 def most_started(max_in_flight: int, sends_token_ids: bool) -> int:
     """The most micro-batches that may have started on the coordinator.
@@ -301,9 +304,10 @@ class Plan:
         self._check_workers(workers)
 
     def _check_counts(self) -> None:
-        if self.micro_batches < 1:
+        if not 1 <= self.micro_batches <= _MOST_MICRO_BATCHES:
             raise PlanError(
-                f"The number micro_batches is {self.micro_batches}; it must be 1 or more."
+                f"The number micro_batches is {self.micro_batches}; it must be 1 to "
+                f"{_MOST_MICRO_BATCHES}."
             )
         if self.in_flight is not None and self.in_flight < 1:
             raise PlanError(

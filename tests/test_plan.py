@@ -271,7 +271,8 @@ def test_a_plan_that_fits_passes(plan: Plan) -> None:
 @pytest.mark.parametrize(
     ("plan", "fragments"),
     [
-        (Plan([HERE, THERE], micro_batches=0), ["micro_batches is 0", "1 or more"]),
+        (Plan([HERE, THERE], micro_batches=0), ["micro_batches is 0", "1 to 65536"]),
+        (Plan([HERE, THERE], micro_batches=10**9), ["micro_batches is 1000000000", "65536"]),
         (Plan([HERE, THERE], micro_batches=-3), ["micro_batches is -3"]),
         (Plan([HERE, THERE], in_flight=0), ["in_flight is 0", "1 or more"]),
         (Plan([]), ["covers 0 layers", "has 6", "end at 6"]),
