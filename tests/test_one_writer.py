@@ -39,6 +39,7 @@ ALLOWED: Mapping[str, set[str]] = {
         "pipeline/optimizer.py average.data",
         "pipeline/optimizer.py tensor.data",
         "pipeline/layer_runs.py module.training",
+        "pipeline/layer_runs.py parameter.data",
         "pipeline/turns.py threading.current_thread().name",
         "strategy/loaders.py trainer._results.batch",
         "strategy/optimizers.py optimizer.state",

@@ -346,6 +346,7 @@ def test_a_mode_that_sees_nothing_of_a_layer_is_named(
         hollowed.model(tokens())
 
 
+@pytest.mark.follows("Call it outside of the transform")
 def test_a_transform_around_layers_that_are_away_is_refused(hollowed: Hollowed) -> None:
     def loss(scale: Tensor) -> Tensor:
         logits: Tensor = hollowed.model(tokens()).logits

@@ -151,6 +151,7 @@ def test_layers_of_one_stage_may_share_a_parameter() -> None:
     check_layers_stand_alone(module, stages_of(module, (0, 1), (1, 3)))
 
 
+@pytest.mark.follows("`clone()` one of them")
 @pytest.mark.parametrize("is_parameter", [True, False])
 def test_a_trained_parameter_in_the_memory_of_another_tensor_is_refused(
     is_parameter: bool,
@@ -183,12 +184,15 @@ def test_frozen_tensors_in_the_same_memory_stand_alone() -> None:
     check_layers_stand_alone(module, stages_of(module, (0, 1), (1, 3)))
 
 
+@pytest.mark.follows("convert it by `to_dense()`, or keep the layer with the coordinator")
 def test_a_sparse_buffer_is_refused() -> None:
     module = Towers()
     module.blocks[1].edges = nn.Buffer(torch.eye(2).to_sparse())
     with pytest.raises(ModelError, match=r"blocks\.1\.edges has the layout sparse_coo"):
         check_layers_stand_alone(module, stages_of(module, (0, 1), (1, 3)))
     check_layers_stand_alone(module, stages_of(module, (0, 1), (2, 3)))
+    module.blocks[1].edges = nn.Buffer(module.blocks[1].edges.to_dense())
+    check_layers_stand_alone(module, stages_of(module, (0, 1), (1, 3)))
 
 
 @pytest.mark.parametrize("other", ["blocks.0", "top"])

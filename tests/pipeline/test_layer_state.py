@@ -202,6 +202,10 @@ def test_buffers_that_are_loaded_between_steps_are_not_updated() -> None:
     assert updates(stage) == []
 
 
+@pytest.mark.follows(
+    "Give the buffer its last form in the constructor, run the longest batch through the model "
+    "before `fit`"
+)
 @pytest.mark.parametrize("around", [TRAINING, EVALUATION], ids=["F", "E"])
 def test_a_forward_that_changes_the_form_of_a_buffer_is_refused(around: Surroundings) -> None:
     layer = Growing()
@@ -210,6 +214,8 @@ def test_a_forward_that_changes_the_form_of_a_buffer_is_refused(around: Surround
         forward(stage_of(layer), around=around)
     assert layer.table is not None
     assert layer.table.shape == (0, WIDTH)  # it can still go home
+    layer(torch.zeros(SHAPE))
+    forward(stage_of(layer), around=around)
 
 
 def test_a_forward_that_makes_a_buffer_is_refused() -> None:
@@ -268,9 +274,17 @@ class Overwriting(Averaging):
         return hidden * self.mean
 
 
+@pytest.mark.follows(
+    "Use `micro_batches=1`, or keep the layer with the coordinator, for training with "
+    "`micro_batching='boundary'`"
+)
 def test_a_backward_without_its_tensors_names_the_remedy() -> None:
     stage = stage_of(Overwriting())
     forward(stage, 0)
     forward(stage, 1)
     with pytest.raises(ModelError, match="changed in place since .* `micro_batches=1`"):
         backward(stage, 0)
+    whole = stage_of(Overwriting())
+    for step in range(2):
+        forward(whole, step)
+        backward(whole, step)
