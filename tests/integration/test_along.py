@@ -392,7 +392,7 @@ def test_a_shared_module_that_trains_later_is_refused(allowing: list[str]) -> No
 
 
 def test_a_forward_that_updates_what_layers_share_is_refused(allowing: list[str]) -> None:
-    with pytest.raises(StageFailed, match="A forward updated 0.table.cos, which other layers"):
+    with pytest.raises(StageFailed, match="A forward updated 0.table.cos, whose memory"):
         trained(Counted, strategy_for(models.Tabled, allowing, (2, 2)))
 
 
