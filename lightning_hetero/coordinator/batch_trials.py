@@ -115,11 +115,11 @@ class TriedBatches(WholeBatches):
         """Compare pieces with the whole; returns whether the request is to be cut in another way. A
         difference in a later turn never ends the run."""
         around = request.surroundings
-        is_training = any(call.training for call in around.calls)
         pieces, whole = self._compared(request, dim, self._rows)
         expected = self._run([whole], dim)
         difference = self._difference(request, self._run(pieces, dim), expected)
         if not difference.is_other:
+            is_training = any(call.training for call in around.calls)
             if around.grad_enabled and is_training and self._has_own_code:
                 made = self._difference_of_backwards(pieces, whole, difference.allowed)
                 if made.is_other:
@@ -128,8 +128,6 @@ class TriedBatches(WholeBatches):
             return False
         again = self._difference(request, self._run([whole], dim), expected)
         if difference.found <= 2 * again.found:
-            if is_training and self._has_own_code:
-                return self._compare(_evaluated(request), dim, is_later=is_later)
             if not is_later:
                 rank_zero_info(
                     "whether layers on workers mix the samples of a batch was not checked: they "
@@ -200,7 +198,11 @@ class TriedBatches(WholeBatches):
         return not self._difference(request, found, expected).is_other
 
     def _run(self, pieces: Sequence[Request], dim: int) -> Activation:
-        return self._trial([_tried(piece) for piece in pieces], dim)
+        tried = [
+            Request(piece.hidden.detach(), replace(piece.surroundings, grad_enabled=False))
+            for piece in pieces
+        ]
+        return self._trial(tried, dim)
 
     def _difference(self, request: Request, found: Activation, expected: Activation) -> Compared:
         """The difference of two results of a request."""
@@ -213,19 +215,6 @@ class TriedBatches(WholeBatches):
         pairs = zip(found.tensors, expected.tensors, strict=True)
         error = max(norm_error(mine, other) for mine, other in pairs)
         return HIDDEN_STATES.compare(error, rounding)
-
-
-def _tried(request: Request, **others: Any) -> Request:
-    """A request without gradients, in which code of the user's own computes as in training."""
-    around = replace(request.surroundings, grad_enabled=False, keeps_own_modes=True, **others)
-    return Request(request.hidden.detach(), around)
-
-
-def _evaluated(request: Request) -> Request:
-    """A request with its layers in evaluation mode, in which most code draws no random numbers."""
-    around = request.surroundings
-    calls = [replace(call, training=False, other_mode=()) for call in around.calls]
-    return Request(request.hidden, replace(around, calls=calls))
 
 
 def _values_in(request: Request) -> list[tuple[str, Any]]:
@@ -253,7 +242,8 @@ def _is_equal(value: Any, size: int, dim: int) -> bool:
 def _with_backwards(one: Request, trial: Trial) -> tuple[list[TriedBackward], Activation]:
     """Run a request without gradients, and layers with code of the user's own backwards too."""
     collect = [*one.surroundings.collect, TRIED]
-    found = trial([_tried(one, collect=collect)], 0)
+    around = replace(one.surroundings, collect=collect, grad_enabled=False)
+    found = trial([Request(one.hidden.detach(), around)], 0)
     tried = [tensor for kind, tensor in found.collected if kind == TRIED]
     others = tuple(each for each in found.collected if each.kind != TRIED)
     return backwards_in(tried), replace(found, collected=others)
@@ -292,7 +282,6 @@ def trying(hand_overs: HandOvers, *, is_cut: bool) -> Iterator[Sequence[TriedHan
 
     def answer(request: Request) -> Activation:
         pieces, dim = batches.cut(request) if is_cut else ([request], 0)
-        pieces = [_tried(piece) for piece in pieces]
         backwards: list[TriedBackward] = []
         if not torch.is_grad_enabled():
             return trial(pieces, dim)

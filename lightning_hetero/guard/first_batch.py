@@ -3,13 +3,12 @@
     training_step(batch)  ──────────────────────────────▶ loss of the whole ─┐
     training_step(micro-batch 1), …, weighted and added ▶ loss as it is cut ─┴▶ difference
 
-Both run before the first step, without gradients and without dropout, and leave no trace: modules
-with code of the user's own are in training mode, unless they draw random numbers there, and all
-others in evaluation mode. If ``training_step`` fails without gradients, it runs with them. Both run
-again at later batches (`check_schedule`), because a loss may change its kind. If the losses differ,
-the check tries several remedies and names the working ones. Otherwise it compares the gradients
-too, with the first two micro-batches (`first_gradients`): the losses of `loss / loss.detach()` are
-all 1, but its gradients differ.
+Both run before the first step, without gradients and in evaluation mode, and leave no trace. If
+``training_step`` fails without gradients, it runs with them. Both run again at later batches
+(`check_schedule`), because a loss may change its kind. If the losses differ, the check tries
+several remedies and names the working ones. Otherwise it compares the gradients too, with the first
+two micro-batches (`first_gradients`): the losses of `loss / loss.detach()` are all 1, but its
+gradients differ.
 """
 
 from __future__ import annotations
@@ -17,11 +16,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, fields, is_dataclass, replace
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
 
 from .._lightning import pl
 from ..coordinator.batch_trials import trying
@@ -30,7 +30,6 @@ from ..devices.device import device_for, is_out_of_memory
 from ..devices.main_memory import free_main_memory
 from ..errors import BatchError, HeteroError, ModelError
 from ..model.override import stand_in
-from ..pipeline.layer_runs import is_batch_norm, keeps_mode_on_trial
 from ..pipeline.microbatch import (
     IGNORED_LABEL,
     CheckFirstBatch,
@@ -131,15 +130,12 @@ class FirstBatchCheck:
         checks: All checks of the run, with this one.
         one_run: A block in which ``training_step`` runs and leaves no trace: a layer in this
             process may count its calls, and a module may carry a state from one call to the next.
-        evaluates: Whether the user's own modules evaluate too, since they draw random numbers in
-            training.
     """
 
     trial: Trial
     weighting: LossWeighting
     checks: RunChecks
     one_run: Callable[..., AbstractContextManager[None]] = nullcontext
-    evaluates: bool = False
 
     def run(self, batch: CutBatch, mode: CheckFirstBatch) -> None:
         """Check a batch of two micro-batches at least.
@@ -151,8 +147,8 @@ class FirstBatchCheck:
                 check: a later one says so, and does not throw a long run away.
         """
         module = self.trial.module
-        modes = _without_dropout(module, self.trial.deployment.modules_away)
-        with modes, self.trial.no_trace() as runs:
+        evaluation = _in_evaluation(module, self.trial.deployment.modules_away)
+        with evaluation, self.trial.no_trace() as runs:
             problem = replace(self, one_run=runs.one)._problem(batch)
             changed = list(_changed_in(module, runs.has_changed))
         warn_of_changes([name for name in changed if self.checks.is_new("changed", name)])
@@ -224,7 +220,7 @@ class FirstBatchCheck:
             problem = self._compare_gradients(batch.first(_FEWEST_COMPARED))
         elif not self.checks.was_said("loss", difference.is_large):
             if self._is_random(losses, difference, batch):
-                return self._compare_evaluated(batch, "loss")
+                return None
             # A small difference is not worth a word after a large one.
             self.checks.said.update(("loss", size) for size in {difference.is_large, False})
             text = _said(self.checks.which, losses, weights, self._remedies(losses, batch))
@@ -303,10 +299,9 @@ class FirstBatchCheck:
         rounding = self.trial.rounding.of_hidden(len(self.trial.deployment.layers))
         found = whole.differing(cut, rounding, self.checks.which)
         if found is not None:
-            if self._draws_gradients(batch, whole, rounding):
-                return self._compare_evaluated(batch, "gradients")
             self.checks.said.add(("gradients",))
-            return _Problem(*found)
+            drawn = self._draws_gradients(batch, whole, rounding)
+            return None if drawn else _Problem(*found)
         if not whole.is_cut_into(cut) and self.checks.is_new("lengths"):
             rank_zero_info(
                 "Whether the code before the layers on workers makes the gradients of the "
@@ -316,30 +311,13 @@ class FirstBatchCheck:
         return None
 
     def _draws_gradients(self, batch: CutBatch, whole: RunGradients, rounding: float) -> bool:
-        """Whether the gradients vary between forwards."""
+        """Whether the gradients vary between forwards; this is said."""
         self._gradients(batch.whole, 1.0, puts_draws_back=False)  # it draws what `whole` has drawn
         again = self._gradients(batch.whole, 1.0, puts_draws_back=False)
-        return whole.differing([again], rounding, self.checks.which) is not None
-
-    def _compare_evaluated(
-        self, batch: CutBatch, what: Literal["loss", "gradients"]
-    ) -> _Problem | None:
-        """Compare again with the user's own modules in evaluation mode too, after random numbers
-        have hidden other differences. Random numbers in this mode are said."""
-        module, away = self.trial.module, self.trial.deployment.modules_away
-        if self.evaluates or not any(map(_keeps_mode, _inside(module))):
-            if what == "gradients":
-                self.checks.said.add(("gradients",))
-            self._say_random(what)
-            return None
-
-        @contextmanager
-        def one_run(**options: bool) -> Iterator[None]:
-            with self.one_run(**options), _without_dropout(module, away, evaluates=True):
-                yield
-
-        again = replace(self, one_run=one_run, evaluates=True)
-        return again._compare(batch) if what == "loss" else again._compare_gradients(batch)
+        if whole.differing([again], rounding, self.checks.which) is None:
+            return False
+        self._say_random("gradients")
+        return True
 
     def _gradients(
         self,
@@ -431,8 +409,11 @@ class FirstBatchCheck:
             if not spread > losses.rounding * scale:
                 return False
             if difference.found * scale <= _SPREADS * spread:
-                return True
-        return False
+                break
+        else:
+            return False
+        self._say_random("loss")
+        return True
 
     def _say_random(self, what: str) -> None:
         if self.checks.is_new("random"):
@@ -518,35 +499,16 @@ def _can_be_compared(parameter: nn.Parameter) -> bool:
     return parameter.requires_grad and parameter.dtype.itemsize >= torch.float32.itemsize
 
 
-def _inside(module: pl.LightningModule) -> list[nn.Module]:
-    """The modules inside of a LightningModule. Itself keeps its mode in every comparison, because
-    its ``training_step`` may ask for it."""
-    return [inner for inner in module.modules() if inner is not module]
-
-
-def _keeps_mode(module: nn.Module) -> bool:
-    """Whether a module keeps its mode where dropout is off; a hook on it may ask for the mode."""
-    has_hooks = bool(module._forward_hooks or module._forward_pre_hooks)
-    return has_hooks or keeps_mode_on_trial(module)
-
-
 @contextmanager
-def _without_dropout(
-    module: pl.LightningModule, away: Sequence[nn.Module], *, evaluates: bool = False
-) -> Iterator[None]:
+def _in_evaluation(module: pl.LightningModule, away: Sequence[nn.Module]) -> Iterator[None]:
     """Inside, dropout is off; modules with normalization over a batch stay as in training.
 
-    Layers that are away keep their mode: a trial sets it on the workers, by the same rule.
-
-    Args:
-        module: The LightningModule.
-        away: Modules in it running elsewhere.
-        evaluates: Whether the user's own modules evaluate too, also those that are away.
+    The module itself keeps its mode, because its ``training_step`` may ask for it. Layers that are
+    away keep their mode too: a trial sets it on the workers.
     """
-    skipped = set() if evaluates else {inner for outer in away for inner in outer.modules()}
-    keeps = is_batch_norm if evaluates else _keeps_mode
-    inside = [inner for inner in _inside(module) if inner.training and inner not in skipped]
-    turned = [inner for inner in inside if not keeps(inner)]
+    kept = {inner for outer in away for inner in outer.modules()} | {module}
+    inside = [inner for inner in module.modules() if inner not in kept]
+    turned = [each for each in inside if each.training and not isinstance(each, _BatchNorm)]
     for inner in turned:
         inner.training = False
     try:

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils.checkpoint import checkpoint
 
-from ..model.layers import has_own_code, is_own
+from ..model.layers import has_own_code
 from .random_numbers import PythonStreams
 
 Call = Callable[..., Any]
@@ -57,21 +57,8 @@ class CompiledLayers:
         return self._calls[layer]
 
 
-def is_batch_norm(module: nn.Module) -> bool:
-    """Whether a module computes with the statistics of its batch in training."""
-    return isinstance(module, _BatchNorm)
-
-
-def keeps_mode_on_trial(module: nn.Module) -> bool:
-    """Whether a module keeps its mode where dropout is off: a batch norm, and a module with code of
-    the user's own, which may compute something else in training."""
-    return is_batch_norm(module) or is_own(module)
-
-
 @contextmanager
-def on_trial(
-    layer: nn.Module, keeps_modes: bool = False, keeps_own_modes: bool = False
-) -> Iterator[None]:
+def on_trial(layer: nn.Module, keeps_modes: bool = False) -> Iterator[None]:
     """Inside, a layer computes as in training, without dropout; afterwards it is as before.
 
     Batch norms keep their mode, all other modules evaluate. Buffers are copies inside, so the
@@ -81,9 +68,7 @@ def on_trial(
     Args:
         layer: The layer.
         keeps_modes: Whether all modules keep their mode, so dropout is as in training too.
-        keeps_own_modes: Whether modules with code of the user's own keep their mode.
     """
-    keeps = keeps_mode_on_trial if keeps_own_modes else is_batch_norm
     modes = {module: module.training for module in layer.modules()}
     buffers = {module: dict(module._buffers) for module in modes}
     copies: dict[Tensor, Tensor] = {}
@@ -91,7 +76,7 @@ def on_trial(
     kept = [(each, each.data, each.data.clone()) for each in parameters if not each.is_meta]
     try:
         for module in modes:
-            if not keeps_modes and not keeps(module):
+            if not keeps_modes and not isinstance(module, _BatchNorm):
                 module.training = False
             for name, buffer in module._buffers.items():
                 if buffer is not None:

@@ -736,7 +736,7 @@ def _as_called(
         seed_elsewhere(*place)
     with (
         making(surroundings.default_dtype),
-        on_trial(modules.layer, surroundings.keeps_modes, surroundings.keeps_own_modes)
+        on_trial(modules.layer, surroundings.keeps_modes)
         if surroundings.is_trial
         else nullcontext(),
     ):

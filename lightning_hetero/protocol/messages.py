@@ -417,11 +417,11 @@ class Arguments(MicrobatchMessage, frozen=True):
     the coordinator. ``place`` counts the process's earlier forwards of the same visit in this
     stage. ``kept`` maps tensors of the frame to the slots in which the stage keeps them for later.
     A trial (``is_trial``) leaves the layers unchanged, and computes in evaluation mode unless it
-    ``keeps_modes``, or ``keeps_own_modes`` of modules with code of the user's own. The stage
-    computes with the settings ``numerics``, and makes tensors of ``default_dtype`` where layers do
-    not name a dtype. ``passes`` names the other tensors that go downstream with the hidden states,
-    and ``entering`` names the arriving hidden states. By ``dropout_step`` and ``first_microbatch``,
-    the numbers of the batch, the layers draw random numbers.
+    ``keeps_modes``. The stage computes with the settings ``numerics``, and makes tensors of
+    ``default_dtype`` where layers do not name a dtype. ``passes`` names the other tensors that go
+    downstream with the hidden states, and ``entering`` names the arriving hidden states. By
+    ``dropout_step`` and ``first_microbatch``, the numbers of the batch, the layers draw random
+    numbers.
     """
 
     repeated = Repeated.UNTIL_SNAPSHOT
@@ -432,7 +432,6 @@ class Arguments(MicrobatchMessage, frozen=True):
     kept: dict[Count, Slot] = {}
     is_trial: bool = False
     keeps_modes: bool = False
-    keeps_own_modes: bool = False
     upstream: Count = 0
     downstream: Count = 0
     place: Count = 0

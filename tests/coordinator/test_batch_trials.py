@@ -380,27 +380,6 @@ def test_layers_that_draw_random_numbers_are_not_judged() -> None:
     assert len(cut(batches)[0]) == 4
 
 
-class DrawingInTraining(Stages):
-    """Stages that draw random numbers in training, and mix samples if the layer does."""
-
-    def __call__(self, pieces: Sequence[Request], dim: int) -> Activation:
-        found = super().__call__(pieces, dim)
-        if not pieces[0].surroundings.calls[0].training:
-            return found
-        return found.map(lambda tensor: tensor + torch.randn_like(tensor))
-
-
-class OwnLayer(nn.Linear):
-    """A layer of the user's own, which a trial leaves in training."""
-
-
-def test_layers_that_draw_in_training_alone_are_judged_in_evaluation() -> None:
-    layer = OwnLayer(3, 3)
-    assert len(cut(whole_batches(DrawingInTraining(torch.tanh), layer))[0]) == 4
-    with pytest.raises(BatchError, match="mix the samples"):
-        cut(whole_batches(DrawingInTraining(mixed), layer))
-
-
 def test_in_one_piece_nothing_is_compared() -> None:
     stages = Stages(mixed)
     assert len(cut(whole_batches(stages, pieces=1))[0]) == 1

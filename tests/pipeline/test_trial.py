@@ -118,22 +118,6 @@ def test_what_a_layer_itself_keeps_in_evaluation_mode_stays_so() -> None:
     assert [module.training for module in layer] == [False, True, True]
 
 
-class Own(nn.Module):
-    """Code of the user's own, with dropout of torch inside."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.dropout = nn.Dropout()
-
-
-def test_code_of_the_users_own_stays_in_training_in_a_trial() -> None:
-    layer = nn.Sequential(Own(), nn.Linear(3, 3)).train()
-    with on_trial(layer, keeps_own_modes=True):
-        assert [module.training for module in layer] == [True, False]
-        assert not layer[0].dropout.training
-    assert all(module.training for module in layer.modules())
-
-
 def test_an_error_in_a_trial_leaves_nothing_behind() -> None:
     layer = Running()
 
