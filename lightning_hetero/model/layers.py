@@ -23,7 +23,7 @@ from dataclasses import dataclass, field, replace
 from difflib import SequenceMatcher
 from functools import cache
 from itertools import chain
-from typing import Any, TypeGuard
+from typing import Any, NamedTuple, TypeGuard
 
 import msgspec
 import torch
@@ -366,39 +366,49 @@ def _check_layouts(tensors: Mapping[str, tuple[str, Tensor]]) -> None:
 
 def overlapping(tensors: Mapping[str, Tensor]) -> Iterator[tuple[str, str]]:
     """The names of each two tensors that have memory in common and are not the same."""
-    in_storage: dict[Hashable, list[tuple[str, Tensor]]] = {}
-    for name, tensor in tensors.items():
-        if tensor.is_meta or tensor.layout is not torch.strided or not tensor.numel():
-            continue
-        place = tensor.device, tensor.untyped_storage().data_ptr()
-        others = in_storage.setdefault(place, [])
-        for other, found in others:
-            if found is not tensor and _overlap(found, tensor):
-                yield other, name
-        others.append((name, tensor))
-
-
-def _overlap(one: Tensor, other: Tensor) -> bool:
-    starts, ends = zip(*map(_reach, (one, other)), strict=True)
-    if max(starts) >= min(ends):
-        return False
-    if one.itemsize != other.itemsize:
-        return True
-    # Columns of one table lie between each other.
-    used = torch.zeros((max(ends) - min(starts)) // one.itemsize, dtype=torch.bool)
-    views = [
-        used.as_strided(each.shape, each.stride(), (start - min(starts)) // one.itemsize)
-        for each, start in zip((one, other), starts, strict=True)
+    # In the order of their memory: one storage may have all tensors of a checkpoint's file.
+    there = [
+        _Reach.of(name, tensor)
+        for name, tensor in tensors.items()
+        if not tensor.is_meta and tensor.layout is torch.strided and tensor.numel()
     ]
-    views[0].fill_(True)
-    return bool(views[1].any())
+    before: list[_Reach] = []
+    for each in sorted(there, key=lambda reach: (reach.storage, reach.start)):
+        before = [one for one in before if one.storage == each.storage and one.end > each.start]
+        yield from ((one.name, each.name) for one in before if one.overlaps(each))
+        before.append(each)
 
 
-def _reach(tensor: Tensor) -> tuple[int, int]:
-    """The addresses of a tensor's first byte and of the byte after its last one."""
-    steps = zip(tensor.shape, tensor.stride(), strict=True)
-    last = sum((size - 1) * stride for size, stride in steps)
-    return tensor.data_ptr(), tensor.data_ptr() + (last + 1) * tensor.itemsize
+class _Reach(NamedTuple):
+    """A tensor, and its first byte in its storage and the byte after its last one."""
+
+    name: str
+    tensor: Tensor
+    storage: tuple[str, int]
+    start: int
+    end: int
+
+    @classmethod
+    def of(cls, name: str, tensor: Tensor) -> _Reach:
+        steps = zip(tensor.shape, tensor.stride(), strict=True)
+        last = sum((size - 1) * stride for size, stride in steps)
+        storage = str(tensor.device), tensor.untyped_storage().data_ptr()
+        start = int(tensor.storage_offset()) * tensor.itemsize
+        return cls(name, tensor, storage, start, start + (last + 1) * tensor.itemsize)
+
+    def overlaps(self, later: _Reach) -> bool:
+        """Whether another tensor that starts within this one has numbers of it, and is not the
+        same."""
+        if self.tensor is later.tensor:
+            return False
+        itemsize = self.tensor.itemsize
+        if itemsize != later.tensor.itemsize:
+            return True
+        # Columns of one table lie between each other.
+        used = torch.zeros((max(self.end, later.end) - self.start) // itemsize, dtype=torch.bool)
+        used.as_strided(self.tensor.shape, self.tensor.stride()).fill_(True)
+        offset = (later.start - self.start) // itemsize
+        return bool(used.as_strided(later.tensor.shape, later.tensor.stride(), offset).any())
 
 
 _REMEDY_FOR_SHARED = {
