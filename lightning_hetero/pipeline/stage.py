@@ -222,29 +222,24 @@ class LayerState:
                 or parameter of shared layers.
         """
         before = {name: Stamp.of(each) for name, each in self._buffers() if each is not None}
-        looks = trains and microbatch is not None and self._num_looks < _NUM_LOOKS
+        # The first forward of a batch is no more often than on one device.
+        is_more = self._is_shared or is_again or bool(self._microbatches - {microbatch})
+        looks = trains and is_more and microbatch is not None and self._num_looks < _NUM_LOOKS
         sums = self._sums_of_parameters() if looks else {}
         yield
         self._check_attributes()
         self._check_forms(before)
         if microbatch is None:
             return
-        is_later = is_again or bool(self._microbatches - {microbatch})
+        updated = self._statistics() | {
+            name
+            for name, each in self._buffers()
+            if (before[name].differs(each) if name in before else each is not None)
+        }
         if looks:
             self._num_looks += 1
-            now = self._sums_of_parameters() if self._is_shared or is_later else sums
-            moved = {name for name, each in now.items() if _differ(sums.get(name), each)}
-        else:
-            moved = set()
-        updated = (
-            self._statistics()
-            | moved
-            | {
-                name
-                for name, each in self._buffers()
-                if (before[name].differs(each) if name in before else each is not None)
-            }
-        )
+            now = self._sums_of_parameters().items()
+            updated |= {name for name, each in now if _differ(sums.get(name), each)}
         if updated:
             self._check_updated(updated)
         if is_again:  # it may be a micro-batch of an earlier batch
@@ -338,11 +333,15 @@ class LayerState:
             self._updates.append(updates)
 
 
-@contextmanager
-def _naming_changed_tensors() -> Iterator[None]:
-    """Name the remedy where a forward has changed a tensor that this backward needs."""
+def _run_backward(pairs: Sequence[tuple[Tensor, Tensor]], keeps_graph: bool) -> None:
+    """Run a backward from pairs of an output and its gradient.
+
+    Raises:
+        ModelError: If a forward has changed a tensor that the backward needs, with the remedies.
+    """
+    outputs, gradients = zip(*pairs, strict=True) if pairs else ((), ())
     try:
-        yield
+        torch.autograd.backward(outputs, gradients, retain_graph=keeps_graph)
     except RuntimeError as error:
         if "modified by an inplace operation" not in str(error):
             raise
@@ -549,11 +548,8 @@ class Stage:
                 if gradient is not None and tensor.requires_grad
             ]
             runs_again = self.recompute == "layers"
-            watching = self._watching(key, saved.surroundings, True)
-            with watching if runs_again else nullcontext(), _naming_changed_tensors():
-                torch.autograd.backward(
-                    [t for t, _ in pairs], [g for _, g in pairs], retain_graph=gradients.keeps_graph
-                )
+            with self._watching(key, saved.surroundings, True) if runs_again else nullcontext():
+                _run_backward(pairs, gradients.keeps_graph)
         if piece is not None:
             piece.end_backward()
             if piece.start == 0:
