@@ -371,16 +371,7 @@ class FirstBatchCheck:
             deployment.check_forward_finished()
         put_back()
         loss = loss_of(result)
-        left = labels_to_count(own, self.weighting)  # None if the step has taken them out
-        is_changed = left is not None and left is not labels
-        is_changed |= labels is not None and labels._version > 0
-        if is_changed and self.checks.is_new("labels"):
-            rank_zero_warn(
-                "`training_step` changes the `labels` of its batch, and the losses of "
-                "micro-batches are weighted by the labels that count before. If it leaves labels "
-                "out (-100), do so in the dataset or in `on_after_batch_transfer`, or use the safe "
-                "mode, `micro_batching='boundary'`."
-            )
+        self._look_at_labels(labels, own)
         if logged is not None:
             logged.end(result)
         return None if loss is None else float(loss.detach())
@@ -423,6 +414,19 @@ class FirstBatchCheck:
                 "micro-batches was not checked: `training_step` draws random numbers, so that "
                 f"every forward gives {others} {what}. With `micro_batching='boundary'` it draws "
                 "once for each batch, as on one device, and now for each micro-batch."
+            )
+
+    def _look_at_labels(self, labels: Tensor | None, batch: Any) -> None:
+        """Warn of a step that changes the labels of its batch: their count weighs its loss."""
+        left = labels_to_count(batch, self.weighting)  # None if the step has taken them out
+        is_changed = left is not None and left is not labels
+        is_changed |= labels is not None and labels._version > 0
+        if is_changed and self.checks.is_new("labels"):
+            rank_zero_warn(
+                "`training_step` changes the `labels` of its batch, and the losses of "
+                "micro-batches are weighted by the labels that count before. If it leaves labels "
+                "out (-100), do so in the dataset or in `on_after_batch_transfer`, or use the safe "
+                "mode, `micro_batching='boundary'`."
             )
 
     def _redrawn(self, batch: Any, logged: Logged | None = None) -> float | None:
