@@ -93,7 +93,7 @@ from .values import Slot, Value
 from .values import StageSpec as StageSpec
 
 # Every frame carries it. It grows with every change of a message.
-PROTOCOL_VERSION = 20
+PROTOCOL_VERSION = 19
 
 # How many characters of a peer's own words are shown.
 _MOST_SHOWN = 100
