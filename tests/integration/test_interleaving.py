@@ -205,7 +205,8 @@ class Flagged(Learner):
         self.flags["is_second"] = False
         first = cross_entropy(self(inputs), targets)
         self.flags["is_second"] = True
-        return first + cross_entropy(self(inputs), targets)
+        # Twice, so that the loss changes where the two forwards find each other's flag.
+        return first + 2 * cross_entropy(self(inputs), targets)
 
 
 class PerThread(Learner):
