@@ -117,7 +117,8 @@ class TriedBatches(WholeBatches):
         around = request.surroundings
         pieces, whole = self._compared(request, dim, self._rows)
         expected = self._run([whole], dim)
-        difference = self._difference(request, self._run(pieces, dim), expected)
+        found = self._run(pieces, dim)
+        difference = self._difference(request, found, expected)
         if not difference.is_other:
             is_training = any(call.training for call in around.calls)
             if around.grad_enabled and is_training and self._has_own_code:
@@ -137,10 +138,19 @@ class TriedBatches(WholeBatches):
             return False
         if self._finds_rows(request, dim):
             return True
+        apart = (
+            "other hidden states for a batch than for its micro-batches: the difference is "
+            f"{difference} of their norm"
+        )
+        for whole_one, joined in zip(expected.tensors, found.tensors, strict=True):
+            if whole_one.shape != joined.shape:
+                apart = (
+                    f"a tensor of shape {tuple(whole_one.shape)} for a batch, and of shape "
+                    f"{tuple(joined.shape)} for its micro-batches together"
+                )
         text = (
-            "The layers on workers compute other hidden states for a batch than for its "
-            f"micro-batches: the difference is {difference} of their norm. They mix "
-            "the samples of a batch, or another dimension than the one that is cut counts them."
+            f"The layers on workers compute {apart}. They mix the samples of a batch, or another "
+            "dimension than the one that is cut counts them."
         )
         if listed := listed_arguments(request, dim):
             text = (
