@@ -537,13 +537,13 @@ def _keeps_mode(module: nn.Module) -> bool:
 def _in_evaluation(modules: Iterable[nn.Module]) -> Iterator[None]:
     """Inside, these modules in training mode are in evaluation mode."""
     turned = [*modules]
-    for module in turned:
-        module.training = False
+    for inner in turned:
+        inner.training = False
     try:
         yield
     finally:
-        for module in turned:
-            module.training = True
+        for inner in turned:
+            inner.training = True
 
 
 def _said(which: str, losses: Losses, weights: Sequence[float], remedies: Sequence[Remedy]) -> str:
