@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from ..model.captured_outputs import collecting
 from ..model.layer_call import LayerCall, put_hidden, tensors_of
 from ..model.layers import describe_layer, has_own_code
+from .layer_runs import on_trial
 from .tolerance import (
     FINE,
     MADE_UP_GRADIENTS,
@@ -47,11 +48,13 @@ def trial_answers(
     layer: nn.Module, call: LayerCall, hidden: Tensor, kinds: Collection[str]
 ) -> list[tuple[str, Tensor]]:
     """The answers of a layer in a trial, each with its kind; see `tried_backward` and
-    `tried_in_slices`."""
-    found = tried_backward(layer, call, hidden) if TRIED in kinds else []
+    `tried_in_slices`. They leave no trace, such as a moving average, for the trial's forward."""
+    with on_trial(layer, keeps_modes=True):
+        found = tried_backward(layer, call, hidden) if TRIED in kinds else []
     answers = [(TRIED, each) for each in found]
     if TRIED_SLICES in kinds:
-        answers.append((TRIED_SLICES, tried_in_slices(layer, call, hidden)))
+        with on_trial(layer, keeps_modes=True):
+            answers.append((TRIED_SLICES, tried_in_slices(layer, call, hidden)))
     return answers
 
 

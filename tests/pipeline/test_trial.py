@@ -185,6 +185,25 @@ def test_own_code_computes_in_training_in_a_trial_unless_it_draws(
     assert torch.equal(run(stage, own), run(stage, TRIAL) + added)
 
 
+class Counted(nn.Module):
+    """Counts its forwards in training, before it computes with the count."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("count", torch.zeros(()))
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        self.count += self.training
+        return hidden * self.count
+
+
+def test_the_backward_of_a_trial_leaves_no_trace_for_its_forward() -> None:
+    stage = stage_of(Counted())
+    plain = replace(TRIAL, keeps_own_modes=True)
+    assert torch.equal(run(stage, replace(plain, collect=[TRIED])), run(stage, plain))
+    assert float(stage.layers["0"].count) == 0
+
+
 def test_an_error_in_a_trial_leaves_nothing_behind() -> None:
     layer = Running()
 
