@@ -292,7 +292,7 @@ def trying(hand_overs: HandOvers, *, is_cut: bool) -> Iterator[Sequence[TriedHan
     tried: list[TriedHandOver] = []
 
     def answer(request: Request) -> Activation:
-        pieces, dim = batches.cut(request) if is_cut else ([request], 0)
+        pieces, dim = batches.cut(request, says=False) if is_cut else ([request], 0)
         pieces = [_tried(piece) for piece in pieces]
         backwards: list[TriedBackward] = []
         if not torch.is_grad_enabled():

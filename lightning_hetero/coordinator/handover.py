@@ -101,10 +101,14 @@ class WholeBatches:
             return [request], 0
         return pieces, dim
 
-    def cut(self, request: Request) -> tuple[list[Request], int]:
-        """Cut a hand-over as `pieces` does, without the check, and without a word: it may be a
-        trial."""
-        return self._cut(request, says=False)[:2]
+    def cut(self, request: Request, *, says: bool = True) -> tuple[list[Request], int]:
+        """Cut a hand-over as `pieces` does, without the check.
+
+        Args:
+            request: The hand-over.
+            says: Whether to say why a batch stays whole; a trial says nothing of the run.
+        """
+        return self._cut(request, says=says)[:2]
 
     def first(self, request: Request, count: int, dim: int) -> Request:
         """So many first samples of a hand-over cut by `cut` along this dimension."""
@@ -117,12 +121,14 @@ class WholeBatches:
         # and one other bit can make another token.
         if request.surroundings.has_cache or self._num_pieces == 1:
             return [request], 0, ()
-        try:
-            if request.surroundings.has_loss:
-                raise BatchError(
+        if request.surroundings.has_loss:
+            if says:
+                self._say_once(
                     "A worker has the head, and returns one loss of all samples. Take `head: true` "
                     "out of the plan, or use `micro_batching='step'`."
                 )
+            return [request], 0, ()
+        try:
             self._refuse_batch_statistics()
             dim = self._dimension.find(request.hidden, self.num_samples)
             # One sample shows nothing about the cuts of others.

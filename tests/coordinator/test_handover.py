@@ -46,7 +46,7 @@ def test_a_trial_of_the_safe_mode_says_nothing_of_the_run() -> None:
     batches.num_samples = 5
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        assert len(batches.cut(request_with())[0]) == 1
+        assert len(batches.cut(request_with(), says=False)[0]) == 1
     with pytest.warns(UserWarning, match="in one piece"):
         cut(batches, count=5)
 
