@@ -26,6 +26,7 @@ Value = TypeVar("Value")
 
 DEFAULT_LISTEN = Address("127.0.0.1", 9999)
 PAIR_LISTEN = Address("0.0.0.0", 9999)  # noqa: S104 - other machines shall reach it
+_MOST_THREADS = 1024
 _MOST_SECONDS = 366 * 86400.0
 # Between two looks, for an answer, and to measure a link.
 _LEAST_SECONDS, _MOST_LOOK_SECONDS = 0.01, 3600.0
@@ -87,9 +88,11 @@ def _checked(parse: Callable[[str], Value]) -> Callable[[str], Value]:
     return checked
 
 
-def _count(text: str) -> int:
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number from 1.")
+def _num_threads(text: str) -> int:
+    if not text.isdecimal() or not 1 <= int(text) <= _MOST_THREADS:
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is not a whole number from 1 to {_MOST_THREADS}."
+        )
     return int(text)
 
 
@@ -216,7 +219,7 @@ _WORKER = (
         action=argparse.BooleanOptionalAction,
     ),
     _option("--device", "a torch device such as cuda:0 (default: %(default)s)", default="auto"),
-    _option("--threads N", "compute threads on the CPU (default: torch's)", type=_count),
+    _option("--threads N", "compute threads on the CPU (default: torch's)", type=_num_threads),
     _option(
         "--log-level",
         "how much the worker logs (default: %(default)s)",
@@ -431,10 +434,12 @@ def check_folder(what: str, path: Path | None) -> None:
         path: The file, if any.
 
     Raises:
-        HeteroError: If the folder is not there.
+        HeteroError: If the folder is not there, or the file is a folder.
     """
     if path is not None and not path.parent.is_dir():
         raise _no_folder(what, path)
+    if path is not None and path.is_dir():
+        raise _unwritable(what, path, "it is a folder")
 
 
 @contextmanager
@@ -449,10 +454,11 @@ def writing(what: str, path: Path) -> Iterator[None]:
     except FileNotFoundError as error:
         raise _no_folder(what, path) from error
     except OSError as error:
-        raise HeteroError(
-            f"The {what} cannot be written to {str(path)!r}: {error.strerror or error}; name "
-            "another file."
-        ) from error
+        raise _unwritable(what, path, error.strerror or str(error)) from error
+
+
+def _unwritable(what: str, path: Path, why: str) -> HeteroError:
+    return HeteroError(f"The {what} cannot be written to {str(path)!r}: {why}; name another file.")
 
 
 def _no_folder(what: str, path: Path) -> HeteroError:

@@ -58,7 +58,7 @@ from .interruption import guard_hooks
 from .loaders import check_is_training, check_no_window_inside, note_size, prepared, transferring
 from .optimizers import clip_by_global_norm, norms_by_name
 from .run_events import failure, now, publish_begin, publish_deployed
-from .training_run import Run, TrainingRun, check_move
+from .training_run import Run, TrainingRun, check_move, the_only_training
 from .window_step import WindowsAlone
 from .wings import (
     deployment_parts,
@@ -263,6 +263,8 @@ class HeteroPipelineStrategy(SingleDeviceStrategy):
             self._instead(site, layers)
             return
         if layers:
+            if self._is_fitting:
+                self._guards.enter_context(the_only_training())
             deployment = site.deploy(layers, self.plan_choice)
             self._run = None if deployment is None else Run(module, deployment, self._options)
         else:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
@@ -344,6 +345,31 @@ class TrainingRun(Run):
             return remote_steps, WindowStep(module, deployment, options)
         guard = self._guard.of_steps(deployment)
         return remote_steps, MicrobatchedStep(module, deployment, options, guard, self._threads)
+
+
+_training = threading.RLock()
+"""Held by the training thread. A callback may train another module on the same thread."""
+
+
+@contextmanager
+def the_only_training() -> Iterator[None]:
+    """Inside, only this thread of the process trains over workers.
+
+    A step replaces methods of torch's classes for a moment, and seeds torch's random generator.
+
+    Raises:
+        ModelError: If another thread trains.
+    """
+    if not _training.acquire(blocking=False):
+        raise ModelError(
+            "Another thread of this process trains over workers. Two trainings would change the "
+            "same methods and random numbers of torch. Train one after the other, or start a "
+            "process for each training."
+        )
+    try:
+        yield
+    finally:
+        _training.release()
 
 
 def let_callbacks_be_copied(trainer: pl.Trainer) -> ExitStack:

@@ -78,11 +78,15 @@ def test_the_version_is_shown(
     [
         (
             ["worker", "--threads", "0"],
-            "worker: argument --threads: '0' is not a whole number from 1",
+            "worker: argument --threads: '0' is not a whole number from 1 to 1024",
+        ),
+        (
+            ["worker", "--threads", "99999999999"],
+            "worker: argument --threads: '99999999999' is not a whole number from 1 to 1024",
         ),
         (
             ["worker", "--threads", "-3"],
-            "worker: argument --threads: '-3' is not a whole number from 1",
+            "worker: argument --threads: '-3' is not a whole number from 1 to 1024",
         ),
         (
             ["worker", "--listen", "0.0.0.0:70000"],

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,8 +14,10 @@ from lightning.pytorch.callbacks import BasePredictionWriter, ModelCheckpoint
 from lightning.pytorch.utilities.model_summary import ModelSummary
 
 from lightning_hetero import HeteroPipelineStrategy
+from lightning_hetero.errors import ModelError
 
-from ..models import TinyModule, loader, trainer
+from ..equality import assert_close, weights_of
+from ..models import TinyModule, fit, loader, trainer
 from ..pairwise import keeping
 
 # Makes a trainer with the strategy that is tried.
@@ -155,6 +158,50 @@ def test_it_goes_as_on_one_device(
     torch.manual_seed(0)
     found = use(over_workers, tmp_path / "cut")
     assert_near(found, expected)
+
+
+class Beside(pl.Callback):
+    """Trains another module meanwhile, on a thread or on the thread of this training."""
+
+    def __init__(self, workers: list[str], takes_thread: bool) -> None:
+        self._workers = workers
+        self._takes_thread = takes_thread
+        self.module = TinyModule()
+        self.error: Exception | None = None
+
+    def on_train_batch_end(self, *args: Any) -> None:
+        if self._takes_thread:
+            thread = threading.Thread(target=self.train)
+            thread.start()
+            thread.join()
+        else:
+            self.train()
+
+    def train(self) -> None:
+        try:
+            fit(self.module, HeteroPipelineStrategy(self._workers, "even"), loader(4, 4))
+        except ModelError as error:
+            self.error = error
+
+
+@pytest.mark.follows("Train one after the other, or start a process for each training.")
+def test_only_one_thread_trains_over_workers(workers: list[str]) -> None:
+    beside, alone = Beside(workers[1:2], takes_thread=True), TinyModule()
+    fit(TinyModule(), HeteroPipelineStrategy(workers[:1], "even"), loader(4, 4), callbacks=[beside])
+    assert "Another thread of this process trains over workers" in str(beside.error)
+    beside.error = None
+    beside.on_train_batch_end()
+    assert beside.error is None
+    fit(alone, data=loader(4, 4))
+    assert_close(weights_of(beside.module), weights_of(alone))
+
+
+def test_a_callback_trains_another_module(workers: list[str]) -> None:
+    beside, alone = Beside(workers[1:2], takes_thread=False), TinyModule()
+    fit(TinyModule(), HeteroPipelineStrategy(workers[:1], "even"), loader(4, 4), callbacks=[beside])
+    assert beside.error is None
+    fit(alone, data=loader(4, 4))
+    assert_close(weights_of(beside.module), weights_of(alone))
 
 
 def assert_near(found: Any, expected: Any) -> None:

@@ -71,6 +71,7 @@ def test_the_report_says_what_is_right_and_ends_with_that(
     [
         ("--device quantum:7", "The device 'quantum:7' cannot be used here; this machine has "),
         ("--device cpu -o /nowhere/check.md", "there is no folder '/nowhere'; make it"),
+        ("--device cpu -o /", "cannot be written to '/': it is a folder; name another file"),
     ],
 )
 def test_what_cannot_be_checked_or_written_is_told_before_the_work(
