@@ -459,6 +459,6 @@ def test_pieces_of_another_size_are_compared_again(allowing: list[str]) -> None:
     samples = torch.randn((15, models.LENGTH, models.WIDTH))
     batches: Any = DataLoader(samples, batch_size=9)  # type: ignore[arg-type]
     module = models.ReturnedPrompts()
-    with pytest.raises(BatchError, match="compute other hidden states for a batch"):
+    with pytest.raises(BatchError, match=r"shape \(2, 8\) for a batch, and of shape \(4, 8\)"):
         trainer(strategy, max_epochs=1).fit(module, batches)
     assert len(module.losses) == 1
