@@ -466,3 +466,48 @@ class Pairs(Base):
         for attend, think in self.layers:  # type: ignore[misc]
             hidden = hidden + attend(hidden) + think(hidden)
         return hidden
+
+
+class Prompted(nn.Module):
+    """Attends to prompts, which train and belong to no sample."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.line = line()
+
+    def forward(self, hidden: Tensor, prompts: Tensor) -> Any:
+        return self.line(hidden) + (hidden @ prompts.T).softmax(-1) @ prompts
+
+
+class Prompts(Base):
+    """Has as many prompts as a micro-batch has samples."""
+
+    kind: type[Prompted] = Prompted
+
+    def build(self) -> None:
+        self.layers = nn.ModuleList(self.kind() for _ in range(4))
+        self.prompts = nn.Parameter(torch.randn(2, WIDTH))
+
+    def run(self, hidden: Tensor, condition: Tensor) -> Tensor:
+        for layer in self.layers:
+            hidden = layer(hidden, self.prompts)
+        return hidden
+
+
+class Returning(Prompted):
+    """Returns the prompts too."""
+
+    def forward(self, hidden: Tensor, prompts: Tensor) -> Any:
+        return super().forward(hidden, prompts), prompts
+
+
+class ReturnedPrompts(Prompts):
+    """Uses the prompts behind the layers too, as these return them."""
+
+    kind = Returning
+
+    def run(self, hidden: Tensor, condition: Tensor) -> Tensor:
+        prompts = self.prompts
+        for layer in self.layers:
+            hidden, prompts = layer(hidden, prompts)
+        return hidden + prompts.sum(0)

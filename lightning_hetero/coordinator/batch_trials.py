@@ -47,8 +47,10 @@ from ..plan import Plan
 from ..protocol.tensor_bytes import DTYPES
 from .handover import Cuts, HandOvers, Trial, WholeBatches, as_leaves
 
-# A hand-over with gradients, in training mode, and how its arguments are cut.
-_Kind = tuple[bool, bool, Cuts]
+# A hand-over with gradients, in training mode, how its arguments are cut, and the number of samples
+# in a piece if other tensors go along with the hidden states: a tensor without samples, of as many
+# rows, is joined as if these were samples.
+_Kind = tuple[bool, bool, Cuts, int]
 
 
 class TriedBatches(WholeBatches):
@@ -83,16 +85,27 @@ class TriedBatches(WholeBatches):
                 stop the run.
         """
         pieces, dim, cuts = self._cut(request)
-        turn = "" if self._check == "off" or len(pieces) == 1 else self._turn(request, dim, cuts)
+        is_checked = self._check != "off" and len(pieces) > 1
+        size = pieces[0].hidden.shape[dim]
+        turn = self._turn(request, dim, cuts, size) if is_checked else ""
         if turn and self._compare(request, dim, is_later=turn == "later"):
             return self.cut(request)
         return pieces, dim
 
-    def _turn(self, request: Request, dim: int, cuts: Cuts) -> Literal["", "first", "later"]:
+    def _turn(
+        self, request: Request, dim: int, cuts: Cuts, size_of_piece: int
+    ) -> Literal["", "first", "later"]:
         """Whether a hand-over is compared, as the first one that shows how its arguments are cut,
         or as a later one."""
         around = request.surroundings
-        kind = around.grad_enabled, any(call.training for call in around.calls), cuts
+        last = around.calls[-1]
+        go_along = around.carried or last.others or last.comes_back
+        kind = (
+            around.grad_enabled,
+            any(call.training for call in around.calls),
+            cuts,
+            size_of_piece if go_along else 0,
+        )
         self._numbers[kind] += 1
         known, values = self._unshown.get(kind), _values_in(request)
         if known is None:

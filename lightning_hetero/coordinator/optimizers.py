@@ -579,6 +579,16 @@ def _flattened(state: Mapping[str, Any]) -> dict[str, Any]:
     return flat
 
 
+def frozen_too_late(name: str) -> ModelError:
+    """The error for a parameter frozen between the forward and the backward of a batch."""
+    return ModelError(
+        f"requires_grad of {name} was set to False after the forward and before the backward, "
+        "where one device drops the gradient of the batch and a worker has it. Set it in "
+        "`on_train_batch_start` or earlier, or after the backward; or keep the layer with the "
+        "coordinator and use the safe mode, `micro_batching='boundary'`."
+    )
+
+
 class TrainedParameters:
     """Reports to the stages which parameters of hollow layers train.
 
@@ -623,6 +633,18 @@ class TrainedParameters:
         # Only now: a refused change is refused again.
         self._flags = flags
         self.ever |= now
+
+    def check_backward(self) -> None:
+        """Refuse a backward after a freeze that the stages do not know.
+
+        Raises:
+            ModelError: With the name of a frozen parameter, and the remedy.
+        """
+        flags = training_flags(self._names_of)
+        if flags == self._flags:
+            return
+        if frozen := self._trained(self._flags) - self._trained(flags):
+            raise frozen_too_late(min(self._names_of[parameter] for parameter in frozen))
 
     def _trained(self, flags: Iterable[bool]) -> set[Tensor]:
         return set(compress(self._names_of, flags))

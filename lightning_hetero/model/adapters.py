@@ -26,7 +26,6 @@ _KINDS = frozenset({"BOFT", "HRA", "IA3", "LN_TUNING", "LOHA", "LOKR", "LORA", "
 # Options that set an adapter's first weights, which travel anyway, or that name code to import.
 _NOT_SENT = frozenset(
     {
-        "arrow_config",
         "auto_mapping",
         "base_model_name_or_path",
         "corda_config",
@@ -41,6 +40,12 @@ _NOT_SENT = frozenset(
         "runtime_config",
     }
 )
+
+# A first weight that freezes a part of the adapter too.
+_FREEZING = "mica"
+
+# Options with a state beside parameters: a router's experts, drawn samples, the mean of a batch.
+_WITH_STATE = ("arrow_config", "monteclora_config", "velora_config")
 
 # Options of PEFT that may hold regular expressions.
 _NAMED_BY_PATTERNS = ("target_modules", "exclude_modules", "feedforward_modules")
@@ -78,6 +83,11 @@ def describe_adapters(owner: nn.Module, layers: Sequence[nn.Module]) -> Adapters
             "The adapters are merged into the weights of the model, so they would not train; call "
             "`unmerge_adapter()` first."
         )
+    if any(map(_pending, tuned.values())):
+        raise ModelError(
+            "KaSA has not truncated the weights of the model yet, as it does where they are; load "
+            "the weights before you add the adapter, or leave `kasa_config` out."
+        )
     first, *others = tuned.values()
     if any(_use(module) != _use(first) for module in others):
         raise ModelError(
@@ -101,7 +111,7 @@ def inject_adapters(model: nn.Module, adapters: Adapters) -> None:
     library = peft()
     for name, plain in adapters.configs.items():
         _check_config(plain)
-        known = {key: value for key, value in plain.items() if key not in _NOT_SENT}
+        known = {key: value for key, value in plain.items() if _is_sent(key, value)}
         try:
             config = library.PeftConfig.from_peft_type(**known)
             # peft would silently drop the options of another version.
@@ -117,6 +127,8 @@ def inject_adapters(model: nn.Module, adapters: Adapters) -> None:
                 "Install the coordinator's version on this worker."
             ) from error
     for path, module in model.named_modules():
+        if pending := _pending(module):
+            pending.clear()  # the weights come as they are after it
         if _is_switched(module):
             module.set_adapter(adapters.active)
             module.enable_adapters(adapters.is_enabled)
@@ -211,6 +223,11 @@ def _check_config(config: Mapping[str, Any]) -> None:
     """Refuse adapters that workers do not build, and regular expressions."""
     if config.get("peft_type") not in _KINDS:
         raise _refusal(config.get("peft_type"))
+    if kept := next((name for name in _WITH_STATE if config.get(name)), None):
+        raise ModelError(
+            f"An adapter has the option {kept!r}, whose state workers do not get; leave it out, or "
+            "keep the layers with adapters with the coordinator."
+        )
     if config.get("layer_replication"):
         raise ModelError(
             f"An adapter replicates layers {config['layer_replication']}, which cannot live on "
@@ -255,7 +272,18 @@ def _is_tuned(module: nn.Module) -> bool:
 
 def _plain_config(config: Any) -> dict[str, Any]:
     content: Mapping[str, Any] = config.to_dict()
-    return {key: _plain(value) for key, value in content.items() if key not in _NOT_SENT}
+    return {key: _plain(value) for key, value in content.items() if _is_sent(key, value)}
+
+
+def _is_sent(key: str, value: Any) -> bool:
+    is_freezing = key == "init_lora_weights" and str(value).lower() == _FREEZING
+    return is_freezing or key not in _NOT_SENT
+
+
+def _pending(module: nn.Module) -> set[str]:
+    """The adapters of a module whose truncation of its weight is put off until its forward."""
+    found: set[str] = getattr(module, "_lora_kasa_truncation_deferred", set())
+    return found
 
 
 def _plain(value: Any) -> Any:

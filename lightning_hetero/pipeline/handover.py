@@ -221,7 +221,8 @@ def exchange_whole(
         pieces: The pieces of the request with these hidden states.
         others: The other tensors, in the order of the request.
     """
-    crossing = _Crossing(exchange, pieces, hidden.device, ThreadDevice.present())
+    shapes = [tensor.shape for tensor in (hidden, *others)]
+    crossing = _Crossing(exchange, pieces, hidden.device, ThreadDevice.present(), shapes)
     # Without an anchor a backward would miss the stages if all before them is frozen.
     anchor = torch.zeros((), device="cpu", requires_grad=True)
     entered = _Entry.apply(crossing, hidden, *others)  # type: ignore[no-untyped-call]
@@ -240,12 +241,14 @@ class _Crossing:
         pieces: The pieces.
         device: The device of the hidden states.
         thread_device: The device and stream of the forward's thread.
+        shapes: Of the tensors that leave, whole.
     """
 
     exchange: Exchange
     pieces: list[Request]
     device: torch.device
     thread_device: ThreadDevice
+    shapes: Sequence[torch.Size]
     kinds: list[str] = field(default_factory=list)
     outputs: tuple[Tensor, ...] = ()
     output_gradients: Sequence[Tensor | None] = ()
@@ -278,7 +281,8 @@ class _Stages(torch.autograd.Function):
         crossing.outputs = joined.tensors
         crossing.kinds += [kind for kind, _ in joined.collected]
         ctx.crossing, ctx.token = crossing, torch.zeros_like(entered)
-        ctx.entered = _Cuts.of([piece.entering for piece in crossing.pieces], dim)
+        entering = [piece.entering for piece in crossing.pieces]
+        ctx.entered = _Cuts.of(entering, dim, crossing.shapes)
         ctx.returned = _Cuts.of(returned, dim)
         crossing.pieces = []
         return torch.zeros((), device="cpu")
@@ -349,8 +353,15 @@ class _Cuts:
     sizes: Sequence[Sequence[int]]
 
     @classmethod
-    def of(cls, pieces: Sequence[Activation], dim: int) -> _Cuts:
-        """The cuts between pieces; ``dim`` is the hidden states' dimension of samples."""
+    def of(cls, pieces: Sequence[Activation], dim: int, shapes: Sequence[torch.Size] = ()) -> _Cuts:
+        """The cuts between pieces.
+
+        Args:
+            pieces: The activations of the pieces.
+            dim: The hidden states' dimension of samples.
+            shapes: Of the whole tensors, if known: one as large in each piece is not cut, though it
+                has by chance as many rows as the piece has samples.
+        """
         dims: list[int | None] = []
         sizes = []
         columns = zip(*(piece.tensors for piece in pieces), strict=True)
@@ -359,6 +370,8 @@ class _Cuts:
             # Collected outputs are joined along their first dimension, whatever their sizes.
             along = along_samples(pieces, column, dim) if is_carried(kind) else dim
             along = along if column[0].ndim else None  # a loss
+            if is_carried(kind) and shapes and column[0].shape == shapes[len(dims)]:
+                along = None
             dims.append(along)
             sizes.append([0 if along is None else tensor.shape[along] for tensor in column])
         return cls(dims, sizes)

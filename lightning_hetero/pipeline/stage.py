@@ -51,9 +51,13 @@ MOST_CACHES = 1024
 """A coordinator with more caches at once has forgotten to drop old ones."""
 
 # Layers of these libraries do not change attributes that another forward computes with.
-_TRUSTED = frozenset({"torch", "bitsandbytes", "peft"})
+_TRUSTED = frozenset({"torch", "bitsandbytes"})
+# A few adapters of PEFT do, in their first forward in training. Models have so many adapters that a
+# look at all of them in each forward takes long.
+_ADAPTERS = "peft"
 
-# So many forwards in training are compared by the sums of the parameters.
+# So many forwards in training are compared by the sums of the parameters, and by the attributes of
+# adapters.
 _NUM_LOOKS = 4
 _ROUNDING = 1e-6
 
@@ -190,6 +194,8 @@ class LayerState:
         self._is_shared = is_shared
         self._constants = frozenset(constants)
         self._attributes = ModuleState(layers, _may_keep_state)
+        self._adapters = ModuleState(layers, _is_adapter)
+        self._num_trained = 0
         modules = [
             (f"{number}.{path}".rstrip("."), module)
             for number, layer in layers.items()
@@ -213,6 +219,8 @@ class LayerState:
     def note_attributes(self) -> None:
         """Accept the present attributes; the coordinator has just set them."""
         self._attributes.note()
+        if self._num_trained < _NUM_LOOKS:
+            self._adapters.note()
 
     @contextmanager
     def watching(
@@ -235,7 +243,10 @@ class LayerState:
         looks = trains and is_more and microbatch is not None and self._num_looks < _NUM_LOOKS
         sums = self._sums_of_parameters() if looks else {}
         yield
-        self._check_attributes()
+        self._check_attributes(self._attributes)
+        if trains and self._num_trained < _NUM_LOOKS:
+            self._num_trained += 1
+            self._check_attributes(self._adapters)
         self._check_forms(before)
         if microbatch is None:
             return
@@ -278,8 +289,8 @@ class LayerState:
         taken, self._updates = self._updates, []
         return taken
 
-    def _check_attributes(self) -> None:
-        change = next(iter(self._attributes.take_changes()), None)
+    def _check_attributes(self, attributes: ModuleState) -> None:
+        change = next(iter(attributes.take_changes()), None)
         if change is None:
             return
         layer = self._layers[change.layer_index]
@@ -398,7 +409,11 @@ def _differ(before: Tensor | None, now: Tensor) -> bool:
 
 
 def _may_keep_state(module: nn.Module) -> bool:
-    return type(module).__module__.partition(".")[0] not in _TRUSTED
+    return type(module).__module__.partition(".")[0] not in {*_TRUSTED, _ADAPTERS}
+
+
+def _is_adapter(module: nn.Module) -> bool:
+    return type(module).__module__.partition(".")[0] == _ADAPTERS
 
 
 @dataclass(frozen=True)

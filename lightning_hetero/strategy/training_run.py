@@ -214,10 +214,12 @@ class TrainingRun(Run):
         return result
 
     def _begin_backward_by_hand(self) -> None:
+        self._step.check_backward()
         self._remote_steps.begin_backward(None)
 
     def _begin_backward(self, backward: Callable[..., None], *args: Any, **kwargs: Any) -> None:
         """Run the backward of a precision plugin: until then hooks may drop gradients of before."""
+        self._step.check_backward()
         self._remote_steps.begin_backward(self._step.accumulates)
         backward(*args, **kwargs)
         if not self._step.has_left:

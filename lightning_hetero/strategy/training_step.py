@@ -26,6 +26,7 @@ from typing_extensions import override
 
 from .._lightning import pl
 from ..coordinator.deployment import Deployment
+from ..coordinator.optimizers import frozen_too_late
 from ..coordinator.precision import scaler_of
 from ..devices.copies import Copies, HostCopy
 from ..errors import BatchError, ModelError
@@ -186,6 +187,14 @@ class BatchStep:
 
     def finish(self) -> None:
         """Wait for the backwards still to run."""
+
+    def check_backward(self) -> None:
+        """Refuse a backward if a parameter was frozen since the forward.
+
+        Raises:
+            ModelError: With the name of the parameter, and the remedy.
+        """
+        self._deployment.trained.check_backward()
 
     def _number_step(self) -> int:
         """Number the next step for dropout masks, by the batches of the training so far: a
@@ -351,6 +360,10 @@ class MicrobatchedStep(BatchStep):
         self._accumulation.finish()
 
     @override
+    def check_backward(self) -> None:
+        self._flags.check_backward()
+
+    @override
     def run(self, training_step: Callable[[], Any], args: Sequence[Any]) -> Any:
         """Run the step of a batch and compute its gradients.
 
@@ -420,6 +433,7 @@ class MicrobatchedStep(BatchStep):
                 has_begun,
                 self._accumulation.may_leave(self._is_before_step),
             )
+        self._flags.end_step()
         # While backwards are left, gradients are not all there.
         self._guard.end_batch(log, results, lambda: () if self.has_left else self._gradients.found)
         log.publish(self._module.log)
@@ -598,7 +612,8 @@ class FrozenFlags:
     """Refuses a ``training_step`` if it freezes a parameter for some micro-batches only.
 
     Micro-batches take turns, and a backward skips a parameter frozen meanwhile: the gradient of an
-    earlier micro-batch would be lost.
+    earlier micro-batch would be lost. After the step all gradients are computed, so a freeze before
+    Lightning's backward comes too late.
 
     Args:
         module: The LightningModule.
@@ -608,11 +623,28 @@ class FrozenFlags:
         named = dict(module.named_parameters())
         self._names, self._parameters = [*named], [*named.values()]
         self._present: list[bool] | None = None
+        self._at_end: list[bool] = []
         self._is_alone = True
 
     def begin_step(self, num_microbatches: int) -> None:
         """The next micro-batch is the first one of a step, and sets the flags for all."""
         self._present, self._is_alone = None, num_microbatches == 1
+
+    def end_step(self) -> None:
+        """All micro-batches have run forward."""
+        self._at_end = training_flags(self._parameters)
+
+    def check_backward(self) -> None:
+        """Compare the flags with those at the end of the step.
+
+        Raises:
+            ModelError: With the name of a parameter frozen since then, and the remedy.
+        """
+        found = training_flags(self._parameters)
+        if found != self._at_end:
+            flags = zip(self._names, found, self._at_end, strict=True)
+            if frozen := [name for name, now, before in flags if before and not now]:
+                raise frozen_too_late(frozen[0])
 
     def check(self, microbatch: int) -> None:
         """Compare the flags with the earlier micro-batches' flags.

@@ -72,6 +72,8 @@ CONFIGS: dict[str, Callable[[], Any]] = {
     "head and norms saved, lora bias": lambda: lora(
         modules_to_save=["lm_head", "input_layernorm"], lora_bias=True
     ),
+    "kasa": lambda: lora(kasa_config={}),
+    "mica": lambda: lora(init_lora_weights="mica"),
     "loha": lambda: LoHaConfig(r=4, target_modules=ATTENTION),
     "oft": lambda: OFTConfig(oft_block_size=4, target_modules=ATTENTION),
     "norms tuned": lambda: LNTuningConfig(target_modules=["input_layernorm"]),
@@ -84,7 +86,14 @@ CONFIGS: dict[str, Callable[[], Any]] = {
 
 
 # Workers build the others in `tests/model/test_adapters.py`, or as one of these.
-TRAINED = ("patterns, biases", "head and norms saved, lora bias", "loha", "norms tuned")
+TRAINED = (
+    "patterns, biases",
+    "head and norms saved, lora bias",
+    "kasa",
+    "mica",
+    "loha",
+    "norms tuned",
+)
 
 
 @pytest.mark.parametrize("name", keeping(TRAINED, CONFIGS))

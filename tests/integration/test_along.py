@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from lightning_hetero import HeteroPipelineStrategy, PipelineProfiler, Plan, StagePlan
-from lightning_hetero.errors import HeteroError, ModelError, StageFailed
+from lightning_hetero.errors import BatchError, HeteroError, ModelError, StageFailed
 
 from .. import along_layers as models
 from ..conftest import worker_process
@@ -444,3 +444,21 @@ class LateFrozen(models.Tabled):
 def test_an_order_of_parameters_that_would_change_is_refused(allowing: list[str]) -> None:
     with pytest.raises(ModelError, match=r"layers\.0\.frozen\.0\.weight is shared by layers"):
         trained(LateFrozen, strategy_for(models.Tabled, allowing, (2, 2)))
+
+
+def test_a_tensor_with_as_many_rows_as_a_piece_has_samples_stays_whole(
+    allowing: list[str],
+) -> None:
+    strategy = strategy_for(models.Prompts, allowing, (2, 2), micro_batching="boundary")
+    assert_equal(trained(models.Prompts, strategy), plain(models.Prompts))
+
+
+def test_pieces_of_another_size_are_compared_again(allowing: list[str]) -> None:
+    """The second batch has pieces with as many samples as there are prompts."""
+    strategy = strategy_for(models.ReturnedPrompts, allowing, (2, 2), micro_batching="boundary")
+    samples = torch.randn((15, models.LENGTH, models.WIDTH))
+    batches: Any = DataLoader(samples, batch_size=9)  # type: ignore[arg-type]
+    module = models.ReturnedPrompts()
+    with pytest.raises(BatchError, match=r"shape \(2, 8\) for a batch, and of shape \(4, 8\)"):
+        trainer(strategy, max_epochs=1).fit(module, batches)
+    assert len(module.losses) == 1

@@ -96,3 +96,46 @@ def test_a_group_that_joins_late_is_refused(workers: list[str]) -> None:
     for module in (AddsLate(NUM_LAYERS), HasSomeAway(NUM_LAYERS)):
         with pytest.raises(ModelError, match="add_param_group"):
             trainer(over(workers, "step"), max_epochs=1).fit(module, loader(12, 6))
+
+
+class FreezesBeforeTheBackward(TinyModule):
+    """Freezes a parameter when its gradient is on the way: one device drops it then."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__(NUM_LAYERS)
+        self.name = name
+
+    def on_before_backward(self, loss: Any) -> None:
+        self.get_parameter(self.name).requires_grad_(self.global_step == 0)
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        super().on_train_batch_end(outputs, batch, batch_idx)
+        self.get_parameter(self.name).requires_grad_(True)
+
+
+AWAY = "model.model.layers.2.mlp.up_proj.weight"
+HERE = "model.model.layers.0.mlp.up_proj.weight"
+
+
+@pytest.mark.parametrize(
+    ("name", "micro_batching"), [(AWAY, "step"), (AWAY, "boundary"), (HERE, "step")]
+)
+def test_a_freeze_between_forward_and_backward_is_refused(
+    name: str, micro_batching: str, workers: list[str]
+) -> None:
+    strategy = over(workers, micro_batching)
+    inside = name if micro_batching == "step" else name.removeprefix("model.model.layers.")
+    with pytest.raises(ModelError, match=f"{inside} was set to False after the forward"):
+        trainer(strategy, max_epochs=1).fit(FreezesBeforeTheBackward(name), loader(12, 6))
+
+
+@pytest.mark.follows(
+    "keep the layer with the coordinator and use the safe mode, `micro_batching='boundary'`",
+)
+def test_a_layer_with_the_coordinator_may_freeze_before_the_backward(workers: list[str]) -> None:
+    found, expected = FreezesBeforeTheBackward(HERE), FreezesBeforeTheBackward(HERE)
+    trainer(over(workers, "boundary"), max_epochs=1).fit(found, loader(12, 6))
+    trainer(max_epochs=1).fit(expected, loader(12, 6))
+    assert found.losses == pytest.approx(expected.losses, rel=1e-5)
+    weight, other = (each.get_parameter(HERE) for each in (found, expected))
+    assert (weight - other).norm() <= 1e-5 * other.norm()

@@ -81,6 +81,7 @@ CONFIGS: dict[str, Callable[[], Any]] = {
     "saved": lambda: lora(modules_to_save=["input_layernorm", "lm_head"]),
     "biases": lambda: lora(lora_bias=True, bias="lora_only"),
     "pissa": lambda: lora(init_lora_weights="pissa"),
+    "kasa": lambda: lora(kasa_config={}),
     "parameters": lambda: lora(target_modules=[], target_parameters=["mlp.up_proj.weight"]),
     "ia3": lambda: IA3Config(target_modules=["k_proj"], feedforward_modules=[]),
 }
@@ -190,6 +191,48 @@ def test_adapters_in_the_place_of_attention_are_refused() -> None:
         write_recipe(model, layers)
     assert len(build_layers(write_recipe(model, layers[:1]))) == 1
     assert described(adapted(lora())) is not None
+
+
+def test_a_first_weight_that_freezes_a_part_of_the_adapter_does_so_on_a_worker() -> None:
+    model = adapted(lora(init_lora_weights="mica"))
+    found, expected = (
+        {n: p.requires_grad for n, p in each.model.layers.named_parameters() if "lora_" in n}
+        for each in (injected(described(model)), model)
+    )
+    assert found == expected
+    assert {*found.values()} == {True, False}
+
+
+def test_kasa_does_not_truncate_weights_again_on_a_worker() -> None:
+    model = injected(described(adapted(lora(kasa_config={}))))
+    assert not model.model.layers[0].self_attn.q_proj._lora_kasa_truncation_deferred
+
+
+@pytest.mark.follows("load the weights before you add the adapter, or leave `kasa_config` out")
+def test_kasa_before_the_weights_are_there_is_refused() -> None:
+    model = tiny_model("qwen2").to("meta")
+    inject_adapter_in_model(lora(kasa_config={}), model, low_cpu_mem_usage=True)
+    with pytest.raises(ModelError, match="KaSA has not truncated .* `kasa_config` out"):
+        described(model)
+    described(adapted(lora(kasa_config={})))
+
+
+@pytest.mark.follows("whose state workers do not get; leave it out, or keep the layers with")
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"velora_config": {"num_groups": 4}},
+        {"monteclora_config": {"num_samples": 2, "buffer_size": 2}},
+    ],
+    ids=lambda options: next(iter(options)),
+)
+def test_an_adapter_with_a_state_beside_its_parameters_is_refused(options: Any) -> None:
+    model = adapted(lora(**options))
+    with pytest.raises(ModelError, match=f"option '{next(iter(options))}', whose state"):
+        described(model)
+    model = adapted(lora(**options, layers_to_transform=[0]))
+    assert describe_adapters(model, layers_of(model)[1:]) is None
+    described(adapted(lora()))
 
 
 def test_adapters_that_share_tensors_are_refused() -> None:

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from peft import LoraConfig, VeloraConfig, inject_adapter_in_model
 from torch import Tensor, nn
 
 from lightning_hetero.errors import ModelError
@@ -74,6 +75,29 @@ def test_a_forward_that_changes_an_attribute_is_refused(
     sentence = rf"layer 4 \({kind.__name__}\) changed its attribute '{name}' on a worker"
     with pytest.raises(ModelError, match=sentence):
         forward(stage_of(kind()), around=around)
+
+
+class Adapted(nn.Module):
+    """Has an adapter of PEFT that keeps the mean of its first batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mix = nn.Linear(WIDTH, WIDTH)
+        kept = VeloraConfig(num_groups=4, init_type="batch_average_once")
+        inject_adapter_in_model(LoraConfig(target_modules=["mix"], velora_config=kept), self)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        mixed: Tensor = self.mix(hidden)
+        return mixed
+
+
+@pytest.mark.follows("If it stays as the first forward makes it, run a batch through the model")
+def test_an_adapter_that_changes_its_attribute_in_training_is_refused() -> None:
+    with pytest.raises(ModelError, match="attribute 'mix.lora_velora_initialized' on a worker"):
+        forward(stage_of(Adapted()))
+    layer = Adapted()
+    layer(torch.rand(SHAPE))
+    forward(stage_of(layer))
 
 
 class Around(nn.Module):
