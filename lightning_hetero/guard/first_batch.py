@@ -57,9 +57,9 @@ _SPREADS = 8
 _MOST_DRAWS = 4
 _LATER = "Earlier checks have not found it, and the run goes on."
 _ONLY_WHOLE = (
-    " `training_step` computes with the whole batch, and not with a micro-batch. It seems that "
+    "`training_step` computes with the whole batch, and not with a micro-batch. It seems that "
     "something in the batch belongs to all of its samples, such as indices of rows; the safe mode "
-    "`micro_batching='boundary'` repairs it."
+    "`micro_batching='boundary'` repairs it. "
 )
 
 
@@ -192,8 +192,9 @@ class FirstBatchCheck:
         say = rank_zero_info if is_out_of_memory(cause) else rank_zero_warn
         say(
             f"Whether the loss of the {self.checks.which} batch is that of its micro-batches could "
-            f"not be checked, and no later batch is. {type(cause).__name__}: {cause}"
+            "not be checked, and no later batch is. "
             f"{_ONLY_WHOLE if self._computes_with(batch.whole) else ''}"
+            f"{type(cause).__name__}: {cause}"
         )
         self.checks.are_over = True
         return None
