@@ -58,7 +58,7 @@ _MOST_DRAWS = 4
 _LATER = "Earlier checks have not found it, and the run goes on."
 _ONLY_WHOLE = (
     "`training_step` computes with the whole batch, and not with a micro-batch. It seems that "
-    "something in the batch belongs to all of its samples, such as indices of rows; the safe mode "
+    "its samples belong together, as in groups, or by indices of rows; the safe mode "
     "`micro_batching='boundary'` repairs it. "
 )
 
