@@ -117,7 +117,8 @@ class TriedBatches(WholeBatches):
         around = request.surroundings
         pieces, whole = self._compared(request, dim, self._rows)
         expected = self._run([whole], dim)
-        difference = self._difference(request, self._run(pieces, dim), expected)
+        found = self._run(pieces, dim)
+        difference = self._difference(request, found, expected)
         if not difference.is_other:
             is_training = any(call.training for call in around.calls)
             if around.grad_enabled and is_training and self._has_own_code:
@@ -137,10 +138,19 @@ class TriedBatches(WholeBatches):
             return False
         if self._finds_rows(request, dim):
             return True
+        apart = (
+            "other hidden states for a batch than for its micro-batches: the difference is "
+            f"{difference} of their norm"
+        )
+        for whole_one, joined in zip(expected.tensors, found.tensors, strict=True):
+            if whole_one.shape != joined.shape:
+                apart = (
+                    f"a tensor of shape {tuple(whole_one.shape)} for a batch, and of shape "
+                    f"{tuple(joined.shape)} for its micro-batches together"
+                )
         text = (
-            "The layers on workers compute other hidden states for a batch than for its "
-            f"micro-batches: the difference is {difference} of their norm. They mix "
-            "the samples of a batch, or another dimension than the one that is cut counts them."
+            f"The layers on workers compute {apart}. They mix the samples of a batch, or another "
+            "dimension than the one that is cut counts them."
         )
         if listed := listed_arguments(request, dim):
             text = (
@@ -198,11 +208,7 @@ class TriedBatches(WholeBatches):
         return not self._difference(request, found, expected).is_other
 
     def _run(self, pieces: Sequence[Request], dim: int) -> Activation:
-        tried = [
-            Request(piece.hidden.detach(), replace(piece.surroundings, grad_enabled=False))
-            for piece in pieces
-        ]
-        return self._trial(tried, dim)
+        return self._trial([_tried(piece) for piece in pieces], dim)
 
     def _difference(self, request: Request, found: Activation, expected: Activation) -> Compared:
         """The difference of two results of a request."""
@@ -215,6 +221,12 @@ class TriedBatches(WholeBatches):
         pairs = zip(found.tensors, expected.tensors, strict=True)
         error = max(norm_error(mine, other) for mine, other in pairs)
         return HIDDEN_STATES.compare(error, rounding)
+
+
+def _tried(request: Request, **others: Any) -> Request:
+    """A request without gradients, in which code of the user's own computes as in training."""
+    around = replace(request.surroundings, grad_enabled=False, keeps_own_modes=True, **others)
+    return Request(request.hidden.detach(), around)
 
 
 def _values_in(request: Request) -> list[tuple[str, Any]]:
@@ -242,8 +254,7 @@ def _is_equal(value: Any, size: int, dim: int) -> bool:
 def _with_backwards(one: Request, trial: Trial) -> tuple[list[TriedBackward], Activation]:
     """Run a request without gradients, and layers with code of the user's own backwards too."""
     collect = [*one.surroundings.collect, TRIED]
-    around = replace(one.surroundings, collect=collect, grad_enabled=False)
-    found = trial([Request(one.hidden.detach(), around)], 0)
+    found = trial([_tried(one, collect=collect)], 0)
     tried = [tensor for kind, tensor in found.collected if kind == TRIED]
     others = tuple(each for each in found.collected if each.kind != TRIED)
     return backwards_in(tried), replace(found, collected=others)
@@ -282,6 +293,7 @@ def trying(hand_overs: HandOvers, *, is_cut: bool) -> Iterator[Sequence[TriedHan
 
     def answer(request: Request) -> Activation:
         pieces, dim = batches.cut(request) if is_cut else ([request], 0)
+        pieces = [_tried(piece) for piece in pieces]
         backwards: list[TriedBackward] = []
         if not torch.is_grad_enabled():
             return trial(pieces, dim)

@@ -257,18 +257,25 @@ class _CopiesOnWrite(TorchDispatchMode):
 
     def put_back(self) -> None:
         """Restore the content of all tensors."""
-        # While this mode is on, it sees the copies here too, and knows their tensors as changed.
+        # While this mode is on, it sees the copies here too, and knows their tensors as kept.
         for address, content in self._copies.items():
-            self._storages[address].copy_(content)
-        self._changed.update(self._copies)
+            if self._has_other_content(address):
+                self._changed.add(address)
+                self._storages[address].copy_(content)
         self._copies.clear()
 
     def has_changed(self, tensor: Tensor) -> bool:
-        """Whether an operation has changed a tensor's memory."""
+        """Whether an operation has changed the content of a tensor's memory: an operation may write
+        the same content again, as a parametrization of torch does."""
         storage = _storage_of(tensor)
-        if storage is None:
+        address = 0 if storage is None else storage.data_ptr()
+        return address in self._changed or self._has_other_content(address)
+
+    def _has_other_content(self, address: int) -> bool:
+        if address not in self._copies:
             return False
-        return storage.data_ptr() in self._copies or storage.data_ptr() in self._changed
+        found, content = map(_bytes_of, (self._storages[address], self._copies[address]))
+        return not torch.equal(found, content)
 
     def _keep_written(
         self, arguments: Sequence[Any], args: Sequence[Any], kwargs: Mapping[str, Any]
@@ -290,6 +297,10 @@ def _storage_of(tensor: Tensor) -> torch.UntypedStorage | None:
     """The memory of a tensor, if it has some."""
     has_memory = tensor.layout is torch.strided and not tensor.is_meta and tensor.numel() > 0
     return tensor.untyped_storage() if has_memory else None
+
+
+def _bytes_of(storage: torch.UntypedStorage) -> Tensor:
+    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
 
 
 def _drop(*_args: Any, **_kwargs: Any) -> None:

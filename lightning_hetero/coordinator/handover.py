@@ -102,26 +102,27 @@ class WholeBatches:
         return pieces, dim
 
     def cut(self, request: Request) -> tuple[list[Request], int]:
-        """Cut a hand-over as `pieces` does, without the check."""
-        return self._cut(request)[:2]
+        """Cut a hand-over as `pieces` does, without the check, and without a word: it may be a
+        trial."""
+        return self._cut(request, says=False)[:2]
 
     def first(self, request: Request, count: int, dim: int) -> Request:
         """So many first samples of a hand-over cut by `cut` along this dimension."""
         return first_of_request(request, count, dim, self._rows)
 
-    def _cut(self, request: Request) -> tuple[list[Request], int, Cuts]:
-        """The pieces, the dimension for joining them, and how arguments are cut."""
+    def _cut(self, request: Request, *, says: bool = True) -> tuple[list[Request], int, Cuts]:
+        """The pieces, the dimension for joining them, and how arguments are cut; says why a batch
+        stays whole."""
         # A cache holds all samples of a batch. Products of fewer rows may also round differently,
         # and one other bit can make another token.
         if request.surroundings.has_cache or self._num_pieces == 1:
             return [request], 0, ()
-        if request.surroundings.has_loss:
-            self._say_once(
-                "A worker has the head, and returns one loss of all samples. Take `head: true` "
-                "out of the plan, or use `micro_batching='step'`."
-            )
-            return [request], 0, ()
         try:
+            if request.surroundings.has_loss:
+                raise BatchError(
+                    "A worker has the head, and returns one loss of all samples. Take `head: true` "
+                    "out of the plan, or use `micro_batching='step'`."
+                )
             self._refuse_batch_statistics()
             dim = self._dimension.find(request.hidden, self.num_samples)
             # One sample shows nothing about the cuts of others.
@@ -129,7 +130,8 @@ class WholeBatches:
                 cuts = self._find_rows_by_form(request, dim)
                 return cut_request(request, self._num_pieces, dim, self._rows), dim, cuts
         except BatchError as error:
-            self._say_once(str(error))
+            if says:
+                self._say_once(str(error))
         return [request], 0, ()
 
     def _refuse_batch_statistics(self) -> None:

@@ -3,17 +3,18 @@
     training_step(batch)  ──────────────────────────────▶ loss of the whole ─┐
     training_step(micro-batch 1), …, weighted and added ▶ loss as it is cut ─┴▶ difference
 
-Both run before the first step, without gradients and in evaluation mode, and leave no trace. If
-``training_step`` fails without gradients, it runs with them. Both run again at later batches
-(`check_schedule`), because a loss may change its kind. If the losses differ, the check tries
-several remedies and names the working ones. Otherwise it compares the gradients too, with the first
-two micro-batches (`first_gradients`): the losses of `loss / loss.detach()` are all 1, but its
-gradients differ.
+Both run before the first step, without gradients and without dropout, and leave no trace: modules
+with code of the user's own are in training mode, unless they draw random numbers there, and all
+others in evaluation mode. If ``training_step`` fails without gradients, it runs with them. Both run
+again at later batches (`check_schedule`), because a loss may change its kind. If the losses differ,
+the check tries several remedies and names the working ones. Otherwise it compares the gradients
+too, with the first two micro-batches (`first_gradients`): the losses of `loss / loss.detach()` are
+all 1, but its gradients differ.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, fields, is_dataclass, replace
 from typing import Any, NamedTuple
@@ -21,7 +22,6 @@ from typing import Any, NamedTuple
 import torch
 from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _BatchNorm
 
 from .._lightning import pl
 from ..coordinator.batch_trials import trying
@@ -30,6 +30,7 @@ from ..devices.device import device_for, is_out_of_memory
 from ..devices.main_memory import free_main_memory
 from ..errors import BatchError, HeteroError, ModelError
 from ..model.override import stand_in
+from ..pipeline.layer_runs import draws, is_batch_norm, keeps_mode_on_trial
 from ..pipeline.microbatch import (
     IGNORED_LABEL,
     CheckFirstBatch,
@@ -152,8 +153,8 @@ class FirstBatchCheck:
                 check: a later one says so, and does not throw a long run away.
         """
         module = self.trial.module
-        evaluation = _in_evaluation(module, self.trial.deployment.modules_away)
-        with evaluation, self.trial.no_trace() as runs:
+        evaluated = (each for each in self._modules_here() if not _keeps_mode(each))
+        with _in_evaluation(evaluated), self.trial.no_trace() as runs:
             problem = replace(self, one_run=runs.one)._problem(batch)
             changed = list(_changed_in(module, runs.has_changed))
         warn_of_changes([name for name in changed if self.checks.is_new("changed", name)])
@@ -169,10 +170,33 @@ class FirstBatchCheck:
         later = "" if is_first else f" {_LATER}"
         end_or_warn(f"{problem.text}{later}", mode, ends=is_first and problem.is_large)
 
+    def _modules_here(self) -> Iterator[nn.Module]:
+        """The modules of this process in training mode. The LightningModule is left out: its
+        ``training_step`` may ask for its mode. A trial sets the modes on workers by the same rule.
+        """
+        module, away = self.trial.module, self.trial.deployment.modules_away
+        left_out = {module, *(inner for outer in away for inner in outer.modules())}
+        return (inner for inner in module.modules() if inner.training and inner not in left_out)
+
+    def _without_draws(self, batch: CutBatch) -> FirstBatchCheck:
+        """This check, with the user's own modules in evaluation mode too if they draw random
+        numbers in training: these would hide other differences."""
+        own = [each for each in self._modules_here() if not is_batch_norm(each)]
+        with self.one_run():
+            if not own or not draws(self.trial.module, self._loss, batch.microbatches[0]):
+                return self
+
+        @contextmanager
+        def one_run(**options: bool) -> Iterator[None]:
+            with self.one_run(**options), _in_evaluation(own):
+                yield
+
+        return replace(self, one_run=one_run)
+
     def _problem(self, batch: CutBatch) -> _Problem | None:
         """The problem of a batch, or of its first micro-batches if the batch does not fit."""
         try:
-            return self._compare(batch)
+            return self._without_draws(batch)._compare(batch)
         except Exception as error:
             # Other errors are of the user's own code, which may need gradients or training mode. A
             # later check does not end a run: the step itself may succeed.
@@ -520,16 +544,16 @@ def _can_be_compared(parameter: nn.Parameter) -> bool:
     return parameter.requires_grad and parameter.dtype.itemsize >= torch.float32.itemsize
 
 
-@contextmanager
-def _in_evaluation(module: pl.LightningModule, away: Sequence[nn.Module]) -> Iterator[None]:
-    """Inside, dropout is off; modules with normalization over a batch stay as in training.
+def _keeps_mode(module: nn.Module) -> bool:
+    """Whether a module keeps its mode where dropout is off; a hook on it may ask for the mode."""
+    has_hooks = bool(module._forward_hooks or module._forward_pre_hooks)
+    return has_hooks or keeps_mode_on_trial(module)
 
-    The module itself keeps its mode, because its ``training_step`` may ask for it. Layers that are
-    away keep their mode too: a trial sets it on the workers.
-    """
-    kept = {inner for outer in away for inner in outer.modules()} | {module}
-    inside = [inner for inner in module.modules() if inner not in kept]
-    turned = [each for each in inside if each.training and not isinstance(each, _BatchNorm)]
+
+@contextmanager
+def _in_evaluation(modules: Iterable[nn.Module]) -> Iterator[None]:
+    """Inside, these modules in training mode are in evaluation mode."""
+    turned = [*modules]
     for inner in turned:
         inner.training = False
     try:

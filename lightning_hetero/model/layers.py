@@ -443,9 +443,12 @@ _REMEDY = "take `embedding: true` out of the plan, so that it stays with the coo
 
 def has_own_code(layer: nn.Module) -> bool:
     """Whether a layer has modules of the user's own."""
-    return any(
-        type(module).__module__.partition(".")[0] not in _LIBRARIES for module in layer.modules()
-    )
+    return any(map(is_own, layer.modules()))
+
+
+def is_own(module: nn.Module) -> bool:
+    """Whether a module's class is the user's own."""
+    return type(module).__module__.partition(".")[0] not in _LIBRARIES
 
 
 def is_end(number: int) -> bool:

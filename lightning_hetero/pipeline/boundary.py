@@ -154,6 +154,8 @@ class Surroundings:
         is_trial: Whether the forward leaves the layers unchanged; see `on_trial`.
         keeps_modes: Whether a trial computes in the modes of its calls and with the random numbers
             of its micro-batch, and not in evaluation mode.
+        keeps_own_modes: Whether code of the user's own computes in the modes of its calls in a
+            trial in evaluation mode, if it draws no random numbers.
         place: How many forwards of the same visit the stage's process runs in it before this one;
             None for the order of arrival.
         numerics: The settings with an effect on numbers.
@@ -173,6 +175,7 @@ class Surroundings:
     land: Land = field(default=already_here, compare=False, repr=False)
     is_trial: bool = False
     keeps_modes: bool = False
+    keeps_own_modes: bool = False
     place: int | None = None
     numerics: Numerics = Numerics()
     default_dtype: torch.dtype = torch.float32

@@ -16,8 +16,11 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils.checkpoint import checkpoint
 
-from ..model.layers import has_own_code
-from .random_numbers import PythonStreams
+from ..model.attributes import restoring_generator
+from ..model.captured_outputs import collecting
+from ..model.layers import has_own_code, is_own
+from .microbatch import copied
+from .random_numbers import PythonStreams, states_of_generators
 
 Call = Callable[..., Any]
 
@@ -57,8 +60,21 @@ class CompiledLayers:
         return self._calls[layer]
 
 
+def is_batch_norm(module: nn.Module) -> bool:
+    """Whether a module computes with the statistics of its batch in training."""
+    return isinstance(module, _BatchNorm)
+
+
+def keeps_mode_on_trial(module: nn.Module) -> bool:
+    """Whether a module keeps its mode where dropout is off: a batch norm, and a module with code of
+    the user's own, which may compute something else in training."""
+    return is_batch_norm(module) or is_own(module)
+
+
 @contextmanager
-def on_trial(layer: nn.Module, keeps_modes: bool = False) -> Iterator[None]:
+def on_trial(
+    layer: nn.Module, keeps_modes: bool = False, keeps_own_modes: bool = False
+) -> Iterator[None]:
     """Inside, a layer computes as in training, without dropout; afterwards it is as before.
 
     Batch norms keep their mode, all other modules evaluate. Buffers are copies inside, so the
@@ -68,7 +84,9 @@ def on_trial(layer: nn.Module, keeps_modes: bool = False) -> Iterator[None]:
     Args:
         layer: The layer.
         keeps_modes: Whether all modules keep their mode, so dropout is as in training too.
+        keeps_own_modes: Whether modules with code of the user's own keep their mode.
     """
+    keeps = keeps_mode_on_trial if keeps_own_modes else is_batch_norm
     modes = {module: module.training for module in layer.modules()}
     buffers = {module: dict(module._buffers) for module in modes}
     copies: dict[Tensor, Tensor] = {}
@@ -76,7 +94,7 @@ def on_trial(layer: nn.Module, keeps_modes: bool = False) -> Iterator[None]:
     kept = [(each, each.data, each.data.clone()) for each in parameters if not each.is_meta]
     try:
         for module in modes:
-            if not keeps_modes and not isinstance(module, _BatchNorm):
+            if not keeps_modes and not keeps(module):
                 module.training = False
             for name, buffer in module._buffers.items():
                 if buffer is not None:
@@ -92,6 +110,24 @@ def on_trial(layer: nn.Module, keeps_modes: bool = False) -> Iterator[None]:
             if not _are_equal(parameter.data, content):
                 memory.copy_(content)
                 parameter.data = memory
+
+
+def draws(layer: nn.Module, run: Call, *args: Any, **kwargs: Any) -> bool:
+    """Whether a call of a layer draws random numbers, or has a generator of its own.
+
+    Args:
+        layer: The layer.
+        run: Calls it. It gets copies of the arguments, which it may change.
+        args: The arguments of the call.
+        kwargs: Its arguments by name.
+    """
+    values = (value for module in layer.modules() for value in vars(module).values())
+    if any(restoring_generator(value) for value in values):
+        return True
+    before = states_of_generators()
+    with collecting(()):
+        run(*copied(args), **copied(kwargs))
+    return states_of_generators() != before
 
 
 def _are_equal(one: Tensor, other: Tensor) -> bool:

@@ -35,7 +35,7 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from typing_extensions import override
 
-from ..devices.device import forked_generators, seed_generators
+from ..devices.device import forked_generators, generator_states, seed_generators
 from ..errors import ModelError
 from ..model.layers import describe_layer
 from ..model.placeholders import tensors_in
@@ -82,6 +82,13 @@ class PythonStreams:
 
     def __exit__(self, *_error: object) -> None:
         _set_python_state(self._after)
+
+
+def states_of_generators() -> list[Any]:
+    """The present states of the generators of torch, Python and numpy. They differ after a draw."""
+    of_torch = (state for states in generator_states().values() for state in states)
+    of_python, of_numpy = _python_state()
+    return [*(state.tolist() for state in of_torch), of_python, repr(of_numpy)]
 
 
 def _python_state() -> tuple[Any, Any]:

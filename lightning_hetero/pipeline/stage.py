@@ -33,7 +33,15 @@ from ..model.state import Held, Stamp
 from ..model.tensors import may_have_gradient
 from ..plan import HEAD_LAYERS, Recompute
 from .boundary import Activation, BatchNumbers, Collected, Gradients, Surroundings, leaf_of
-from .layer_runs import Call, CompiledLayers, on_trial, running_again, trained_in, training_only
+from .layer_runs import (
+    Call,
+    CompiledLayers,
+    draws,
+    on_trial,
+    running_again,
+    trained_in,
+    training_only,
+)
 from .random_numbers import FIRST_TRIAL, PythonStreams, seed_action, seed_elsewhere
 from .rule import Key
 from .token_slices import SequenceKeys, SlicePass
@@ -647,6 +655,10 @@ class Stage:
                 as_called = partial(
                     _as_called, modules, call, surroundings, place, self._has_own_code, self.weights
                 )
+                if surroundings.keeps_own_modes and has_own_code(layer):
+                    with as_called():
+                        keeps = not draws(layer, run, *args, **kwargs)
+                    as_called = partial(as_called, keeps_own_modes=keeps)
                 if keeps_inputs or isinstance(layer, HeadAtOnce):
                     run = running_again(layer, run, as_called, self._has_own_code)
                 with as_called():
@@ -721,9 +733,11 @@ def _as_called(
     place: tuple[int, ...],
     has_own_code: bool,
     weights: LayerReader | None,
+    keeps_own_modes: bool = True,
 ) -> Iterator[None]:
     """Inside, a layer has its weights, is in the modes of its call, and draws the random numbers of
-    its place: seed, step, layer, micro-batch and visit."""
+    its place: seed, step, layer, micro-batch and visit. A trial keeps the modes of the user's own
+    code if its call and ``keeps_own_modes`` want it."""
     if weights is not None:
         weights.enter(call.layer_index)
     call.set_modes(modules.by_name())
@@ -732,7 +746,11 @@ def _as_called(
         seed_elsewhere(*place)
     with (
         making(surroundings.default_dtype),
-        on_trial(modules.layer, surroundings.keeps_modes)
+        on_trial(
+            modules.layer,
+            surroundings.keeps_modes,
+            surroundings.keeps_own_modes and keeps_own_modes,
+        )
         if surroundings.is_trial
         else nullcontext(),
     ):

@@ -93,7 +93,7 @@ from .values import Slot, Value
 from .values import StageSpec as StageSpec
 
 # Every frame carries it. It grows with every change of a message.
-PROTOCOL_VERSION = 19
+PROTOCOL_VERSION = 20
 
 # How many characters of a peer's own words are shown.
 _MOST_SHOWN = 100
@@ -417,11 +417,11 @@ class Arguments(MicrobatchMessage, frozen=True):
     the coordinator. ``place`` counts the process's earlier forwards of the same visit in this
     stage. ``kept`` maps tensors of the frame to the slots in which the stage keeps them for later.
     A trial (``is_trial``) leaves the layers unchanged, and computes in evaluation mode unless it
-    ``keeps_modes``. The stage computes with the settings ``numerics``, and makes tensors of
-    ``default_dtype`` where layers do not name a dtype. ``passes`` names the other tensors that go
-    downstream with the hidden states, and ``entering`` names the arriving hidden states. By
-    ``dropout_step`` and ``first_microbatch``, the numbers of the batch, the layers draw random
-    numbers.
+    ``keeps_modes``, or ``keeps_own_modes`` of modules with code of the user's own. The stage
+    computes with the settings ``numerics``, and makes tensors of ``default_dtype`` where layers do
+    not name a dtype. ``passes`` names the other tensors that go downstream with the hidden states,
+    and ``entering`` names the arriving hidden states. By ``dropout_step`` and ``first_microbatch``,
+    the numbers of the batch, the layers draw random numbers.
     """
 
     repeated = Repeated.UNTIL_SNAPSHOT
@@ -432,6 +432,7 @@ class Arguments(MicrobatchMessage, frozen=True):
     kept: dict[Count, Slot] = {}
     is_trial: bool = False
     keeps_modes: bool = False
+    keeps_own_modes: bool = False
     upstream: Count = 0
     downstream: Count = 0
     place: Count = 0

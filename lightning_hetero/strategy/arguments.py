@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from os import PathLike
 from pathlib import Path
 from typing import Any, Literal
@@ -303,13 +304,19 @@ def check_callbacks(trainer: pl.Trainer) -> None:
 def without_example(module: pl.LightningModule) -> Callable[[], None]:
     """Hide the example input of a module: Lightning's summary and loggers of graphs would call
     layers on workers before a step. Returns a function that ends it."""
-    if module._example_input_array is not None:
+    if module.example_input_array is not None:
         rank_zero_warn(
             "`example_input_array` is None during the run, since layers are on workers. So the "
             "model summary shows neither the sizes of inputs and outputs nor FLOPs, and loggers "
             "write no graph. For these use `ModelSummary(module)` before the run."
         )
-    return stand_in(module, "_example_input_array", None)
+    name = "example_input_array"
+    owner = next(each for each in type(module).__mro__ if name in vars(each))
+    if owner is pl.LightningModule:
+        return stand_in(module, f"_{name}", None)
+    own = vars(owner)[name]  # an attribute of the user's class, or a property
+    setattr(owner, name, None)
+    return partial(setattr, owner, name, own)
 
 
 def warn_of_batch_statistics(module: pl.LightningModule) -> None:

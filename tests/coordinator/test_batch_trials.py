@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -378,6 +379,17 @@ def test_a_remedy_that_the_layers_cannot_run_is_not_named() -> None:
 def test_layers_that_draw_random_numbers_are_not_judged() -> None:
     batches = whole_batches(Stages(lambda hidden: hidden + torch.randn_like(hidden)))
     assert len(cut(batches)[0]) == 4
+
+
+def stacked(hidden: Tensor) -> Tensor:
+    """Keys and values, before the samples."""
+    return torch.stack([hidden, -hidden])
+
+
+def test_samples_along_another_dimension_of_a_result_are_said_by_shapes() -> None:
+    shapes = "(2, 2, 6, 3) for a batch, and of shape (4, 1, 6, 3)"
+    with pytest.raises(BatchError, match=re.escape(shapes)):
+        cut(whole_batches(Stages(stacked)))
 
 
 def test_in_one_piece_nothing_is_compared() -> None:

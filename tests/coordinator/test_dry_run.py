@@ -333,6 +333,17 @@ def test_parameters_that_operations_change_get_their_content_back(module: Busy) 
     assert state_of(module) == before
 
 
+def test_the_same_content_written_again_is_no_change(module: Busy) -> None:
+    with no_trace(module, [], is_timed=False) as runs, torch.no_grad():
+        for _ in range(2):
+            with runs.one():
+                weight = module.average.weight
+                weight.set_(weight)
+                module.total.copy_(module.total.clone())
+        assert not runs.has_changed(weight)
+        assert not runs.has_changed(module.total)
+
+
 def test_each_run_begins_where_the_first_one_began(module: Busy) -> None:
     outside = state_of(module)
     parameter = module.average.weight.requires_grad_()

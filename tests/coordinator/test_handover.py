@@ -41,6 +41,16 @@ def test_what_cannot_be_cut_stays_whole_and_is_said_once() -> None:
     assert len(cut(batches, count=5)) == 1
 
 
+def test_a_trial_of_the_safe_mode_says_nothing_of_the_run() -> None:
+    batches = whole_batches()
+    batches.num_samples = 5
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert len(batches.cut(request_with())[0]) == 1
+    with pytest.warns(UserWarning, match="in one piece"):
+        cut(batches, count=5)
+
+
 def test_a_batch_of_which_nothing_is_known_stays_whole() -> None:
     batches = whole_batches()
     assert len(cut(batches, count=None)) == 1

@@ -18,6 +18,8 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 from torchmetrics import MeanMetric
 
+from lightning_hetero.errors import BatchError
+
 from ..equality import assert_close
 from ..models import fit
 from ..pairwise import all_pairs, covering, keeping
@@ -309,3 +311,56 @@ def test_a_step_that_computes_with_whole_batches_alone_is_said(allowing: list[st
         for each in ("auto", strategy(allowing, {"micro_batching": "boundary"}))
     )
     assert_close(found, plain)
+
+
+class DrawingInTraining(nn.Module):
+    """Scales hidden states at random in training, as stochastic depth does."""
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return hidden * (1.0 + torch.rand(len(hidden), 1, 1)) if self.training else hidden
+
+
+class StochasticDepth(Learner):
+    """Draws in training alone, before the head."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scaled = DrawingInTraining()
+
+    def leave(self, hidden: Tensor) -> Tensor:
+        return super().leave(self.scaled(hidden))
+
+
+class StochasticContrast(StochasticDepth):
+    """And has a loss that couples the samples."""
+
+    def loss(self, batch: Any) -> Tensor:
+        found = self(batch[0]).mean(1)
+        return super().loss(batch) + (found @ found.T).mean()
+
+
+def test_random_numbers_of_training_hide_no_coupled_samples(allowing: list[str]) -> None:
+    coupled = Pattern("", "", StochasticContrast)
+    with pytest.raises(BatchError, match=LOSS_DIFFERS):
+        run(coupled, coupled.strategy(allowing, {}))
+    alone = Pattern("", "", StochasticDepth)
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        run(alone, alone.strategy(allowing, {}))
+    assert not [each for each in said if "lightning_hetero" in each.filename]
+
+
+class HookedTable(Learner):
+    """A hook adds the mean of the batch in training, as noise for embeddings is added."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.enter.register_forward_hook(
+            lambda module, _, found: found + 3 * found.mean(0) if module.training else None
+        )
+
+
+def test_a_hook_that_asks_for_the_mode_is_compared_in_training(allowing: list[str]) -> None:
+    pattern = Pattern("", "", HookedTable)
+    with pytest.raises(BatchError, match=LOSS_DIFFERS):
+        run(pattern, pattern.strategy(allowing, {}))

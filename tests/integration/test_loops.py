@@ -150,10 +150,13 @@ class FetchesBatches(TinyModule):
         return loss
 
 
+EXAMPLE = torch.ones(2, 3, dtype=torch.long)
+
+
 class WithExample(TinyModule):
     def __init__(self) -> None:
         super().__init__()
-        self.example_input_array = torch.ones(2, 3, dtype=torch.long)
+        self.example_input_array = EXAMPLE
 
     def forward(self, tokens: Tensor) -> Tensor:
         logits: Tensor = self.model(tokens).logits
@@ -314,10 +317,23 @@ def test_labels_left_out_by_the_step_are_said_before_any_is(
     assert found.losses == pytest.approx(expected.losses, rel=1e-4)
 
 
+class WithExampleOfClass(WithExample):
+    @property
+    def example_input_array(self) -> Tensor:
+        return EXAMPLE
+
+    @example_input_array.setter
+    def example_input_array(self, example: Any) -> None:
+        pass
+
+
 @pytest.mark.follows("For these use `ModelSummary(module)` before the run.")
-def test_a_summary_does_not_call_layers_on_workers(workers: list[str]) -> None:
+@pytest.mark.parametrize("kind", [WithExample, WithExampleOfClass])
+def test_a_summary_does_not_call_layers_on_workers(
+    workers: list[str], kind: type[WithExample]
+) -> None:
     """An `example_input_array` would make it do so; after the run the module has it again."""
-    module = WithExample()
+    module = kind()
     example = module.example_input_array
     assert ModelSummary(module).total_flops > 0
     with pytest.warns(UserWarning, match="`example_input_array` is None during the run"):

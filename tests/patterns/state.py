@@ -181,6 +181,38 @@ class CentredOutside(Learner):
         return super().leave(self.centred(hidden))
 
 
+class CentredInTraining(nn.Module):
+    """Takes off the mean of the batch in training, and nothing in evaluation."""
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return hidden - hidden.mean(0, keepdim=True) if self.training else hidden
+
+
+class CentredInTrainingBlock(Block):
+    """Does so inside of a layer."""
+
+    def update(self, hidden: Tensor) -> Tensor:
+        found = super().update(hidden)
+        return found - found.mean(0, keepdim=True) if self.training else found
+
+
+class CentredInTrainingInside(Learner):
+    """Every layer does so."""
+
+    layer = CentredInTrainingBlock
+
+
+class CentredInTrainingOutside(Learner):
+    """Does so before the head."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.centred = CentredInTraining()
+
+    def leave(self, hidden: Tensor) -> Tensor:
+        return super().leave(self.centred(hidden))
+
+
 class StateSpace(Learner):
     """Computes the layers' first state of each sample."""
 
@@ -273,8 +305,21 @@ PATTERNS = [
         "running mean outside of the layers",
         "A module of the coordinator updates a buffer in training, as codebooks do.",
         CentredOutside,
-        said=r"`training_step` changes centred\.mean",
-        differs=True,
+        refused=r"`micro_batching='boundary'`",
+        remedy=BOUNDARY,
+    ),
+    Pattern(
+        "mean of the batch in training alone, in the layers",
+        "Layers on workers take it off in training, and nothing in evaluation.",
+        CentredInTrainingInside,
+        refused=r"`micro_batches=1` keeps the batch whole",
+        remedy=WHOLE,
+    ),
+    Pattern(
+        "mean of the batch in training alone, outside of the layers",
+        "A module of the coordinator does so.",
+        CentredInTrainingOutside,
+        refused=r"`micro_batching='boundary'`",
         remedy=BOUNDARY,
     ),
 ]

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import copy
+import random
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -116,6 +118,71 @@ def test_what_a_layer_itself_keeps_in_evaluation_mode_stays_so() -> None:
     with on_trial(layer):
         assert [module.training for module in layer] == [False, True, False]
     assert [module.training for module in layer] == [False, True, True]
+
+
+class Own(nn.Module):
+    """Code of the user's own, with dropout of torch inside."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.dropout = nn.Dropout()
+
+
+def test_code_of_the_users_own_stays_in_training_in_a_trial() -> None:
+    layer = nn.Sequential(Own(), nn.Linear(3, 3)).train()
+    with on_trial(layer, keeps_own_modes=True):
+        assert [module.training for module in layer] == [True, False]
+        assert not layer[0].dropout.training
+    assert all(module.training for module in layer.modules())
+
+
+class TrainedOtherwise(nn.Module):
+    """Adds one in training."""
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return hidden + 1.0 if self.training else hidden
+
+
+class Skipped(TrainedOtherwise):
+    """Is skipped at random in training, nearly always."""
+
+    def __init__(self, draw: Callable[[], float]) -> None:
+        super().__init__()
+        self.draw = draw
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return hidden + 1.0 if self.training and self.draw() > 1e-6 else hidden
+
+
+class OwnStream(TrainedOtherwise):
+    """Draws from a generator of its own in training."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stream = torch.Generator()
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        noise = torch.rand(hidden.shape, generator=self.stream) if self.training else 0.0
+        return hidden + noise
+
+
+@pytest.mark.parametrize(
+    ("layer", "added"),
+    [
+        (TrainedOtherwise(), 1.0),
+        (Skipped(lambda: float(torch.rand(()))), 0.0),
+        (Skipped(random.random), 0.0),
+        (Skipped(np.random.rand), 0.0),
+        (OwnStream(), 0.0),
+    ],
+    ids=["draws nothing", "torch", "python", "numpy", "own generator"],
+)
+def test_own_code_computes_in_training_in_a_trial_unless_it_draws(
+    layer: nn.Module, added: float
+) -> None:
+    stage, own = stage_of(layer), replace(TRIAL, keeps_own_modes=True)
+    assert torch.equal(run(stage, own), run(stage, TRIAL) + added)
+    assert torch.equal(run(stage, own), run(stage, TRIAL) + added)
 
 
 def test_an_error_in_a_trial_leaves_nothing_behind() -> None:
