@@ -57,6 +57,11 @@ _FEWEST_COMPARED = 2
 _SPREADS = 8
 _MOST_DRAWS = 4
 _LATER = "Earlier checks have not found it, and the run goes on."
+_ONLY_WHOLE = (
+    "`training_step` computes with the whole batch, and not with a micro-batch. It seems that "
+    "its samples belong together, as in groups, or by indices of rows; the safe mode "
+    "`micro_batching='boundary'` repairs it. "
+)
 
 
 def _drop(*_args: Any, **_kwargs: Any) -> None:
@@ -211,10 +216,22 @@ class FirstBatchCheck:
         say = rank_zero_info if is_out_of_memory(cause) else rank_zero_warn
         say(
             f"Whether the loss of the {self.checks.which} batch is that of its micro-batches could "
-            f"not be checked, and no later batch is. {type(cause).__name__}: {cause}"
+            "not be checked, and no later batch is. "
+            f"{_ONLY_WHOLE if self._computes_with(batch.whole) else ''}"
+            f"{type(cause).__name__}: {cause}"
         )
         self.checks.are_over = True
         return None
+
+    def _computes_with(self, whole: Any) -> bool:
+        """Whether ``training_step`` runs with a whole batch."""
+        try:
+            with self.one_run():
+                self._loss(whole)
+        except Exception:
+            self.trial.recover()
+            return False
+        return True
 
     def _compare(self, batch: CutBatch) -> _Problem | None:
         if self.checks.takes_few:

@@ -16,7 +16,7 @@ from torch import nn
 
 from ..errors import ModelError
 from ..optional import peft
-from .layers import Adapters, without_wrappers
+from .layers import Adapters, name_of, without_wrappers
 from .override import stand_in
 from .stored import unpacked_on_meta
 
@@ -53,8 +53,16 @@ _VALUES_BY_PATTERN = ("rank_pattern", "alpha_pattern")
 _PLAIN_NAME = re.compile(r"\^?[\w.-]*")
 
 
-def describe_adapters(owner: nn.Module, layers: Sequence[nn.Module]) -> Adapters | None:
+def describe_adapters(
+    owner: nn.Module, layers: Sequence[nn.Module], around: Sequence[nn.Module] = ()
+) -> Adapters | None:
     """Describe the adapters inside a model's layers, if there are any.
+
+    Args:
+        owner: The model.
+        layers: Its layers.
+        around: The models around it, the outermost first. PEFT may have changed one of these, such
+            as a model of images and text.
 
     Raises:
         ModelError: If they cannot be injected elsewhere, or are merged into the weights.
@@ -64,16 +72,18 @@ def describe_adapters(owner: nn.Module, layers: Sequence[nn.Module]) -> Adapters
     tuned: dict[str, Any] = {p: module for p, module in owner.named_modules() if module in inside}
     if not tuned:
         return None
-    configs: Any = getattr(owner, "peft_config", None)
-    if not configs:
+    changed = (model for model in (owner, *reversed(around)) if getattr(model, "peft_config", None))
+    holder: Any = next(changed, None)
+    if holder is None:
         raise ModelError(
             f"{type(owner).__name__} has layers of PEFT but no `peft_config`, so workers cannot "
             "rebuild them; add adapters with peft.get_peft_model or inject_adapter_in_model."
         )
     plain = {}
-    for name, config in configs.items():
+    prefix = "" if holder is owner else f"{name_of(holder, owner)}."
+    for name, config in holder.peft_config.items():
         own = {path: m for path, m in tuned.items() if name in m._get_available_adapters()}
-        content = _without_patterns(_plain_config(config), own)
+        content = _without_patterns(_plain_config(config), own, prefix)
         _check_config(content)
         # An adapter without modules in these layers would be an error of PEFT on the worker.
         if own or content.get("target_modules") != []:
@@ -171,30 +181,42 @@ def _refuse_to_merge(*_args: Any, **_kwargs: Any) -> NoReturn:
     )
 
 
-def _without_patterns(content: dict[str, Any], tuned: Mapping[str, Any]) -> dict[str, Any]:
-    """Replace the regular expressions in a config by the matching names.
+def _without_patterns(
+    content: dict[str, Any], tuned: Mapping[str, Any], prefix: str
+) -> dict[str, Any]:
+    """Replace the regular expressions in a config by the matching names, and all names if a model
+    around has the config: these may begin with a place in it.
 
     Workers do not run expressions from the network: with backtracking, they can take forever.
+
+    Args:
+        content: The config.
+        tuned: The modules with the adapter, by their paths in the model.
+        prefix: What precedes these paths in the model that has the config.
     """
     made = dict(content)
     paths = {without_wrappers(path): module for path, module in tuned.items()}
     whole = {p: module for p, module in paths.items() if not hasattr(module, "parameter_name")}
-    if any(isinstance(content.get(option), str) for option in _NAMED_BY_PATTERNS):
+    if prefix or any(isinstance(content.get(option), str) for option in _NAMED_BY_PATTERNS):
         made["target_modules"] = sorted(whole)
         made["exclude_modules"] = None
         if "feedforward_modules" in content:
             made["feedforward_modules"] = sorted(p for p, m in whole.items() if m.is_feedforward)
-    names = [*paths, *(f"{p}.{m.parameter_name}" for p, m in paths.items() if p not in whole)]
+    parameters = [f"{p}.{m.parameter_name}" for p, m in paths.items() if p not in whole]
+    if prefix:
+        given = {"target_parameters": parameters or None}
+        given |= {"layers_to_transform": None, "layers_pattern": None}
+        made.update((option, value) for option, value in given.items() if content.get(option))
     for option in _VALUES_BY_PATTERN:
         if content.get(option):
-            made[option] = _matched(content[option], names)
+            made[option] = _matched(content[option], [*paths, *parameters], prefix)
     return made
 
 
-def _matched(patterns: Mapping[str, Any], names: Sequence[str]) -> dict[str, Any]:
+def _matched(patterns: Mapping[str, Any], names: Sequence[str], prefix: str) -> dict[str, Any]:
     from peft.utils.other import get_pattern_key
 
-    keys = {name: get_pattern_key(list(patterns), name) for name in names}
+    keys = {name: get_pattern_key(list(patterns), f"{prefix}{name}") for name in names}
     return {name: patterns[key] for name, key in keys.items() if key in patterns}
 
 

@@ -10,9 +10,9 @@ Only this module uses the private names of transformers for this.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence, Set
 from contextlib import ExitStack, contextmanager
-from functools import wraps
+from functools import partial, wraps
 from itertools import pairwise
 from typing import Any
 
@@ -52,7 +52,7 @@ def add_collected(hidden: Tensor | None, collected: Iterable[tuple[str, Tensor]]
 
     Args:
         hidden: The hidden states sent to the workers: the first to be collected, unless a layer ran
-            before; None if token ids were sent.
+            before; None if token ids were sent, or if the first layer does not collect its input.
         collected: The outputs of the workers with their kinds.
 
     Raises:
@@ -111,10 +111,18 @@ def install_hooks(root: nn.Module, layer_names: Sequence[str]) -> None:
     for models in models_around_each(root, layer_names):
         if not _has_hooks(models[-1]):
             # On the outermost model, because transformers would add a second set if it collects too
-            # later. But it would also add one to models inside that have theirs already.
-            output_capturing.maybe_install_capturing_hooks(
-                next(each for each in models if not any(map(_has_hooks, each.modules())))
-            )
+            # later.
+            outermost = next(each for each in models if not _has_hooks(each))
+            # Some models get theirs when they are made, as backbones do. transformers adds a second
+            # set to these.
+            hooked = {
+                part for each in outermost.modules() if _has_hooks(each) for part in each.modules()
+            }
+            before = [(part, {*part._forward_hooks}) for part in hooked]
+            output_capturing.maybe_install_capturing_hooks(outermost)
+            for part, keys in before:
+                for key in part._forward_hooks.keys() - keys:
+                    del part._forward_hooks[key]
 
 
 def _has_hooks(module: nn.Module) -> bool:
@@ -146,7 +154,8 @@ class CollectingHooks:
             if not was_flagged and _INSTALLED in vars(module):
                 self._undo.callback(delattr, module, _INSTALLED)
         for model in (models[-1] for models in chains):
-            for check in (_refuse_repeated, _refuse_gathered) if are_cut else (_refuse_repeated,):
+            refuse_repeated = partial(_refuse_repeated, _kinds_of(model))
+            for check in (refuse_repeated, _refuse_gathered) if are_cut else (refuse_repeated,):
                 self._undo.callback(model.register_forward_hook(check).remove)
 
     def remove(self) -> None:
@@ -154,18 +163,31 @@ class CollectingHooks:
         self._undo.close()
 
 
-def _refuse_repeated(model: nn.Module, _args: Any, output: Any) -> None:
+def _kinds_of(model: nn.Module) -> Set[str]:
+    """The kinds of outputs collected by hooks in a model."""
+    hooks = (hook for module in model.modules() for hook in module._forward_hooks.values())
+    return {_collected_by(hook)[0] for hook in hooks if is_collecting(hook)}
+
+
+def _refuse_repeated(kinds: Set[str], model: nn.Module, _args: Any, output: Any) -> None:
     """Refuse an output with hidden states on a worker, or with a tensor twice in a row.
 
-    A tensor repeats if layers only pass hidden states on.
+    A tensor repeats if layers only pass hidden states on. Hooks may collect a tensor twice, as from
+    a router and from the module around it.
+
+    Args:
+        kinds: What hooks collect in the model.
     """
-    for first, second in (pair for value in _gathered(output) for pair in pairwise(value)):
-        if isinstance(first, Tensor) and (first is second or is_away(first)):
-            raise ModelError(
-                f"{type(model).__name__} gathers the hidden states between its layers by itself, "
-                "and those between layers on workers are not here; call it without "
-                "output_hidden_states, or keep its layers with the coordinator."
-            )
+    collected = {id(output.get(kind)) for kind in kinds} if isinstance(output, dict) else set()
+    for value in _gathered(output):
+        for first, second in pairwise(value):
+            is_passed_on = first is second and id(value) not in collected
+            if isinstance(first, Tensor) and (is_passed_on or is_away(first)):
+                raise ModelError(
+                    f"{type(model).__name__} gathers the hidden states between its layers by "
+                    "itself, and those between layers on workers are not here; call it without "
+                    "output_hidden_states, or keep its layers with the coordinator."
+                )
 
 
 def _refuse_gathered(model: nn.Module, _args: Any, output: Any) -> None:
@@ -261,6 +283,26 @@ class SilencedHooks:
                     self._taken.append((module, key, module._forward_hooks.pop(key)))
                     if is_heard is not None:
                         module._forward_hooks[key] = _heard_at_times(hook, is_heard)
+
+        found = [(module, *_collected_by(hook)) for module, _, hook in self._taken]
+        firsts = [module for module, kind, _, too in found if too and kind == HIDDEN_STATES]
+        self._is_first, self._is_inside = layer in firsts, firsts not in ([], [layer])
+
+    def first_collected(self, hidden: Tensor | None) -> Tensor | None:
+        """The input of the layer, if it is the first of all hidden states to be collected.
+
+        Args:
+            hidden: The input.
+
+        Raises:
+            ModelError: If a module inside of the layer collects its own input.
+        """
+        if self._is_inside:
+            raise ModelError(
+                "The hidden states inside of a layer cannot be collected from workers; call the "
+                "model without output_hidden_states, or keep the layer with the coordinator."
+            )
+        return hidden if self._is_first else None
 
     def restore(self) -> None:
         """Put the hooks back."""

@@ -193,6 +193,7 @@ class HollowLayers:
         self._undo = ExitStack()
         self._switches: dict[int, AdapterSwitches] = {}
         self._inside = {n: list(layer.named_modules()) for n, layer in self._modules.items()}
+        self._silenced: dict[int, SilencedHooks] = {}
         # The lengths of results and the positions of tensors in them.
         self._result_forms: dict[Hashable, tuple[int, tuple[int, ...]]] = {}
 
@@ -210,7 +211,8 @@ class HollowLayers:
         self._parameters = {n: [*layer.parameters()] for n, layer in self._emptied.items()}
         for number, layer in self._modules.items():
             is_heard = (lambda: self._is_here) if number in self._kept else None
-            self._undo.callback(SilencedHooks(layer, is_heard).restore)
+            self._silenced[number] = SilencedHooks(layer, is_heard)
+            self._undo.callback(self._silenced[number].restore)
             if (switches := adapter_switches(layer)) is not None:
                 self._switches[number] = switches
                 self._undo.callback(switches.release)
@@ -471,7 +473,8 @@ class HollowLayers:
         along = {name: tensor for name, tensor in found if is_carried(name)}
         collected = [(kind, tensor) for kind, tensor in found if not is_carried(kind)]
         # With the embedding on a worker, the first collected hidden states come back from there.
-        add_collected(None if calls[0].layer_index == EMBEDDING_LAYER else sent, collected)
+        silenced = self._silenced[calls[0].layer_index]
+        add_collected(silenced.first_collected(sent) if HIDDEN_STATES in kinds else None, collected)
         if has_head:
             assumptions.settle_by_head()
         else:

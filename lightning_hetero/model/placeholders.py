@@ -224,6 +224,15 @@ class HiddenStatesAway(Tensor):
         self.number, self.position, self.form = other.number, other.position, other.form
         self.content.name = other.name
 
+    def __getattr__(self, name: str) -> Any:
+        """Called for an attribute that tensors lack."""
+        raise AttributeError(
+            f"The result of layer {vars(self).get('number')}, on a worker, was taken for a "
+            f"tensor, and the model wants its {name!r}. A layer on a worker must return its hidden "
+            "states, alone or in a tuple. Keep layers that return anything else with the "
+            "coordinator."
+        )
+
     @property
     def name(self) -> str:
         """Their name as carried tensors."""

@@ -147,7 +147,11 @@ def write_recipe(
             for number, layer in layers
             for path, four_bit in describe_stored(layer.module).items()
         },
-        adapters=describe_adapters(owner, [layer.module for _, layer in layers]),
+        adapters=describe_adapters(
+            owner,
+            [layer.module for _, layer in layers],
+            models_around(root, [owner_name]),
+        ),
         embedding=next(
             (EmbeddingOptions.of(layer.module) for n, layer in layers if n == EMBEDDING_LAYER), None
         ),

@@ -16,7 +16,9 @@ if TYPE_CHECKING:
     from .layers import Adapters
 
 
-def describe_adapters(owner: nn.Module, layers: Sequence[nn.Module]) -> Adapters | None:
+def describe_adapters(
+    owner: nn.Module, layers: Sequence[nn.Module], around: Sequence[nn.Module] = ()
+) -> Adapters | None:
     """Describe the adapters inside a model's layers, if there are any.
 
     Raises:
@@ -26,7 +28,7 @@ def describe_adapters(owner: nn.Module, layers: Sequence[nn.Module]) -> Adapters
         return None
     from . import adapters
 
-    return adapters.describe_adapters(owner, layers)
+    return adapters.describe_adapters(owner, layers, around)
 
 
 def inject_adapters(model: nn.Module, described: Adapters) -> None:

@@ -90,7 +90,7 @@ class Rule(NamedTuple):
     Args:
         least: Rounding explains a difference up to it,
         roundings: or up to so many times the rounding error.
-        ends: A larger difference ends a run,
+        ends: A larger difference ends a run, unless rounding explains it,
         ends_roundings: if it is larger than so many times the rounding error, too.
     """
 
@@ -102,7 +102,7 @@ class Rule(NamedTuple):
     def compare(self, found: float, rounding: float = 0.0) -> Compared:
         """Judge a relative difference, given the one that rounding explains."""
         allowed = max(self.least, self.roundings * rounding)
-        return Compared(found, allowed, max(self.ends, self.ends_roundings * rounding))
+        return Compared(found, allowed, max(allowed, self.ends, self.ends_roundings * rounding))
 
 
 # The rounding error of a loss has its margin already.
@@ -115,7 +115,7 @@ HIDDEN_STATES = Rule(ends=_ONE_PERCENT)
 # The numbers within a gradient cancel each other more than those of hidden states do.
 GRADIENTS = Rule(1e-4, 4.0, ends=_ONE_PERCENT)
 # Gradients of made-up ones show a number of the batch, or rounding: nothing is between.
-MADE_UP_GRADIENTS = Rule(_ONE_PERCENT, ends=_ONE_PERCENT)
+MADE_UP_GRADIENTS = Rule(_ONE_PERCENT, 4.0, ends=_ONE_PERCENT)
 # Whatever makes these is a small part of the loss.
 GRADIENTS_OF_OUTPUTS = Rule(_ONE_PERCENT)
 # The twin test. Other kernels order sums otherwise; smaller differences are not of other code.

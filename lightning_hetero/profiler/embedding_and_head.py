@@ -27,7 +27,13 @@ from torch import Tensor, nn
 from .._lightning import is_param_in_hook_signature, pl
 from ..devices.device import MemoryMeter, device_for
 from ..errors import ModelError
-from ..model.captured_outputs import CollectingHooks, SilencedHooks, add_collected, wanted_kinds
+from ..model.captured_outputs import (
+    HIDDEN_STATES,
+    CollectingHooks,
+    SilencedHooks,
+    add_collected,
+    wanted_kinds,
+)
 from ..model.hollow import HollowLayers
 from ..model.layer_call import (
     LayerCall,
@@ -183,6 +189,7 @@ class PassingLayers:
     inputs: dict[int, Tensor] = field(default_factory=dict)
     calls: dict[int, LayerCall] = field(default_factory=dict)
     _passed_on: Tensor | None = None
+    _silenced: Sequence[SilencedHooks] = ()
 
     @contextmanager
     def passing(self) -> Iterator[None]:
@@ -190,8 +197,9 @@ class PassingLayers:
         with ExitStack() as undo:
             names = [layer.name for layer in self.layers]
             undo.callback(CollectingHooks(self.root, names).remove)
+            self._silenced = [SilencedHooks(layer.module) for layer in self.layers]
             for number, layer in enumerate(self.layers):
-                undo.callback(SilencedHooks(layer.module).restore)
+                undo.callback(self._silenced[number].restore)
                 undo.callback(_Passing(layer.module, self, number).put_on().take_off)
             yield
 
@@ -215,7 +223,10 @@ class PassingLayers:
             self.enter(hidden, call)
         kinds = wanted_kinds()
         if kinds:
-            add_collected(hidden, self.outputs(hidden, call, kinds))
+            first = (
+                self._silenced[number].first_collected(hidden) if HIDDEN_STATES in kinds else None
+            )
+            add_collected(first, self.outputs(hidden, call, kinds))
         if (hidden.shape, hidden.dtype) != (behind.shape, behind.dtype):
             hidden = torch.zeros_like(behind, device=hidden.device)
         if number == len(self.layers) - 1:

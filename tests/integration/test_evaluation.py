@@ -8,14 +8,17 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
+import transformers as hf
 from torch import Tensor
+from torch.utils.data import DataLoader
 
+from lightning_hetero import HeteroPipelineStrategy
 from lightning_hetero.errors import ModelError
 
 from ..families import NUM_LAYERS, tiny_model
 from ..models import TinyModule, fit, loader, trainer
 from ..pairwise import keeping, repeats
-from ..plans import strategy_of
+from ..plans import plan_of, strategy_of
 
 
 def test_validate_and_test_give_the_metrics_of_one_device(workers: list[str]) -> None:
@@ -115,6 +118,31 @@ def test_hidden_states_and_attentions_are_those_of_one_device(
         for mine, its in zip(found[kind], expected[kind], strict=True):
             # Cut into pieces, sums come in another order.
             torch.testing.assert_close(mine, its, **({"rtol": 0, "atol": 0} if pieces == 1 else {}))
+
+
+class Stages(pl.LightningModule):
+    """Its layers are within a stage, and the stages collect the hidden states."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        options = {"image_size": 8, "patch_size": 2, "embed_dim": 8, "window_size": 2}
+        self.model = hf.SwinModel(hf.SwinConfig(**options, depths=[4, 2], num_heads=[2, 2]))
+
+    def predict_step(self, batch: Tensor, batch_idx: int) -> Any:
+        return self.model(batch, output_hidden_states=True).hidden_states
+
+
+def test_hidden_states_collected_around_layers_are_those_of_one_device(workers: list[str]) -> None:
+    pixels = torch.randn(4, 3, 8, 8, generator=torch.Generator().manual_seed(1))
+    data = DataLoader(pixels, batch_size=4)  # type: ignore[arg-type]
+    strategy = HeteroPipelineStrategy(
+        workers[:2], plan_of(workers, (1, 1, 2), 2), layers="model.encoder.layers.0.blocks"
+    )
+    found, expected = (trainer(use).predict(Stages(), data) for use in (strategy, "auto"))
+    assert found is not None
+    assert expected is not None
+    torch.testing.assert_close(found[0], expected[0])
 
 
 def test_the_hidden_states_of_some_layers_are_refused(workers: list[str]) -> None:

@@ -15,14 +15,25 @@ import pytest
 import torch
 from lightning.pytorch.loggers import CSVLogger
 from torch import Tensor, nn
+from torch.utils.data import DataLoader
 from torchmetrics import MeanMetric
 
 from lightning_hetero.errors import BatchError
 
+from ..equality import assert_close
 from ..models import fit
 from ..pairwise import all_pairs, covering, keeping
 from ..patterns import PATTERNS, Pattern, run
-from ..patterns.learner import NUM_STEPS, WIDTH, Learner, cross_entropy, samples
+from ..patterns.learner import (
+    BATCH_SIZE,
+    FEATURES,
+    LENGTH,
+    NUM_STEPS,
+    WIDTH,
+    Learner,
+    cross_entropy,
+    samples,
+)
 from .busy import Busy, allowing, assert_same
 
 __all__ = ["allowing"]
@@ -272,6 +283,34 @@ class FrequentToken(Learner):
 def test_what_half_precision_loses_of_a_gradient_is_no_difference(allowing: list[str]) -> None:
     pattern = Pattern("", "", FrequentToken)
     run(pattern, pattern.strategy(allowing, {}))
+
+
+class Negatives(Learner):
+    """Its batch names rows of the whole batch, as sampled negatives do."""
+
+    def loss(self, batch: Any) -> Tensor:
+        inputs, _ = batch
+        found = self(inputs).mean(1)
+        return (found - found[inputs[:, 0, 0].long()]).square().mean()
+
+
+def naming_rows() -> Any:
+    inputs = torch.ones(BATCH_SIZE, LENGTH, FEATURES)
+    inputs[:, 0, 0] = torch.arange(BATCH_SIZE).flip(0)
+    batch = (inputs, torch.zeros(BATCH_SIZE, LENGTH, dtype=torch.long))
+    return DataLoader([batch] * NUM_STEPS, batch_size=None)  # type: ignore[arg-type]
+
+
+@pytest.mark.follows("the safe mode `micro_batching='boundary'` repairs it")
+def test_a_step_that_computes_with_whole_batches_alone_is_said(allowing: list[str]) -> None:
+    sentence = "could not be checked.* computes with the whole batch, and not with a micro-batch"
+    with pytest.warns(UserWarning, match=sentence), pytest.raises(IndexError):
+        fit(Negatives(), strategy(allowing, {}), naming_rows())
+    plain, found = (
+        fit(Negatives(), each, naming_rows()).state_dict()
+        for each in ("auto", strategy(allowing, {"micro_batching": "boundary"}))
+    )
+    assert_close(found, plain)
 
 
 class DrawingInTraining(nn.Module):

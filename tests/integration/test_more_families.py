@@ -9,6 +9,7 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
+from peft import LoraConfig, get_peft_model
 from torch import Tensor
 from torch.utils.data import DataLoader
 
@@ -52,6 +53,18 @@ FIRST = [next(case for case in CASES if case[0] == name) for name in dict(CASES)
 def test_a_family_equals_one_device(name: str, layers: Any, workers: list[str]) -> None:
     found = fit(FamilyModule(tiny(name)), pipeline(name, layers, workers), data(name))
     assert_equal_runs(found, plain(name))
+
+
+def test_adapters_on_images_and_text_equal_one_device(workers: list[str]) -> None:
+    """PEFT changes the whole model, and the layers are those of the language model in it."""
+
+    def adapted() -> FamilyModule:
+        config = LoraConfig(r=4, target_modules="all-linear", init_lora_weights=False)
+        torch.manual_seed(1)
+        return FamilyModule(get_peft_model(tiny("llava"), config))  # type: ignore[arg-type]
+
+    found = fit(adapted(), pipeline("llava", None, workers), data("llava"))
+    assert_equal_runs(found, fit(adapted(), "auto", data("llava")))
 
 
 class Writer(pl.LightningModule):

@@ -97,6 +97,27 @@ def test_injected_adapters_are_those_described(name: str) -> None:
     assert all(p.is_meta for n, p in found.model.layers.named_parameters() if n in adapters)
 
 
+# "all linear" is for models of transformers alone.
+@pytest.mark.parametrize("name", [name for name in CONFIGS if name != "all linear"])
+def test_adapters_of_a_model_around_are_those_of_the_model(name: str) -> None:
+    outer = nn.ModuleDict({"language": tiny_model("qwen2")})
+    inject_adapter_in_model(CONFIGS[name](), outer)
+    model: Any = outer["language"]
+    adapters = describe_adapters(model, layers_of(model), [outer])
+    assert adapters is not None
+    assert outline(injected(adapters)) == outline(model)
+
+
+def test_names_from_a_model_around_are_names_in_the_model() -> None:
+    outer = nn.ModuleDict({"language": tiny_model("qwen2")})
+    names = [f"language.model.layers.{number}.self_attn.q_proj" for number in (0, 2)]
+    inject_adapter_in_model(lora(target_modules=names, rank_pattern={names[1]: 2}), outer)
+    model: Any = outer["language"]
+    adapters = describe_adapters(model, layers_of(model), [outer])
+    assert adapters is not None
+    assert outline(injected(adapters)) == outline(model)
+
+
 def test_adapters_are_injected_without_draws_from_the_runs_stream() -> None:
     adapters = described(adapted(CONFIGS["ia3"]()))
     model = tiny_model("qwen2").to("meta")

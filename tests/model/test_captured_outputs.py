@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+import transformers as hf
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.utils import output_capturing
@@ -22,7 +23,7 @@ from lightning_hetero.model.captured_outputs import (
     wanted_kinds,
 )
 
-from ..families import NUM_LAYERS, tiny_model
+from ..families import NUM_LAYERS, SIZES, tiny_model
 from ..models import tiny_llama
 
 TOKENS = torch.arange(6).reshape(2, 3)
@@ -233,3 +234,59 @@ def test_a_tensor_gathered_twice_in_a_row_is_refused(return_dict: bool) -> None:
         model(TOKENS)
         hooks.remove()
         model(TOKENS, **options)
+
+
+SWIN: dict[str, Any] = {"image_size": 8, "patch_size": 2, "embed_dim": 8, "window_size": 2}
+
+
+def swin() -> hf.SwinModel:
+    torch.manual_seed(0)
+    return hf.SwinModel(hf.SwinConfig(**SWIN, depths=[2], num_heads=[2]))
+
+
+def test_only_a_layer_that_collects_its_input_makes_it_the_first() -> None:
+    hidden = torch.ones(2, 3, 16)
+    llama = tiny_llama(2)
+    install_hooks(llama, NAMES[:2])
+    model = swin()
+    # The blocks of a stage collect nothing; the stage around them collects.
+    blocks = [f"encoder.layers.0.blocks.{number}" for number in range(2)]
+    install_hooks(model, blocks)
+    assert SilencedHooks(llama.model.layers[0]).first_collected(hidden) is hidden
+    assert SilencedHooks(model.get_submodule(blocks[0])).first_collected(hidden) is None
+    assert SilencedHooks(nn.Linear(2, 2)).first_collected(hidden) is None
+
+
+@pytest.mark.follows(
+    "call the model without output_hidden_states, or keep the layer with the coord"
+)
+def test_hidden_states_inside_of_a_layer_are_refused() -> None:
+    model = swin()
+    install_hooks(model, ["encoder.layers.0"])
+    around = nn.Sequential(model.encoder.layers[0])
+    with pytest.raises(ModelError, match="inside of a layer cannot be collected from workers"):
+        SilencedHooks(around).first_collected(torch.ones(2, 3, 16))
+
+
+def test_a_model_inside_that_has_its_hooks_already_gets_no_second_set() -> None:
+    backbone = hf.SwinBackbone(hf.SwinConfig(**SWIN, depths=[2], num_heads=[2]))
+    count = num_hooks(backbone)
+    model = tiny_llama(2)
+    model.model.add_module("backbone", backbone)
+    install_hooks(model, NAMES[:2])
+    assert count > 0
+    assert num_hooks(backbone) == count
+    assert num_hooks(model) == count + 2 * 2
+
+
+def test_a_tensor_that_hooks_collect_twice_is_not_one_that_a_model_gathers() -> None:
+    torch.manual_seed(0)
+    sizes = {name: size for name, size in SIZES.items() if name != "num_attention_heads"}
+    config = hf.JetMoeConfig(**sizes, num_local_experts=4, kv_channels=8, output_router_logits=True)
+    model = hf.JetMoeForCausalLM(config)
+    hooks = CollectingHooks(model, NAMES)
+    with torch.no_grad():
+        # Each router, and the attention around one of them.
+        first, second, *_ = model(TOKENS).router_logits
+    hooks.remove()
+    assert first is second

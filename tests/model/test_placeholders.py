@@ -177,6 +177,13 @@ def test_reading_the_content_of_a_placeholder_is_refused(
         LOOKS[look](hidden)
 
 
+@pytest.mark.follows("Keep layers that return anything else with the coordinator")
+def test_the_error_for_what_a_tensor_lacks_names_the_layer(hidden: HiddenStatesAway) -> None:
+    assert not hasattr(hidden, "logits")
+    with pytest.raises(AttributeError, match=r"layer 3, on a worker, was taken .* its 'logits'"):
+        hidden.logits  # noqa: B018
+
+
 def test_the_error_for_reentrant_checkpointing_names_the_remedy(hidden: HiddenStatesAway) -> None:
     with pytest.raises(ModelError, match="checkpointing without `use_reentrant=False`"):
         LOOKS["reentrant"](hidden)
