@@ -420,6 +420,7 @@ class StageOptimizer:
             raise ModelError(f"The stage has no parameters {sorted(unknown)} to optimize.")
         self._parameters = parameters
         self.optimizer = _make(kind, defaults, groups, parameters)
+        self._has_stepped = False
         page_by_device(self.optimizer, parameters.values())
         # A parameter outside of the optimizer's groups may still have a state.
         self._group_of = {id(p): g for g in self.optimizer.param_groups for p in g["params"]}
@@ -431,10 +432,27 @@ class StageOptimizer:
         return {name: p for name, p in self._parameters.items() if id(p) in held}
 
     def step(self, options: Sequence[Mapping[str, Any]]) -> None:
-        """Step with these options, one mapping per group."""
+        """Step with these options, one mapping per group.
+
+        Raises:
+            ModelError: If the first step leaves a sparse state, which cannot be sent.
+        """
         for group, group_values in zip(self.optimizer.param_groups, options, strict=True):
             group.update(group_values)
         self.optimizer.step()
+        if not self._has_stepped:
+            self._has_stepped = True
+            self._refuse_sparse_states()
+
+    def _refuse_sparse_states(self) -> None:
+        for name, state in self.state().items():
+            for key, value in state.items():
+                if isinstance(value, Tensor) and value.layout is not torch.strided:
+                    raise ModelError(
+                        f"The {key} of {name} in {type(self.optimizer).__name__} is sparse, as its "
+                        "gradient is, and could not be saved from a worker. Make the embedding "
+                        "with `sparse=False`, or keep its layer with the coordinator."
+                    )
 
     def state(self) -> dict[str, dict[str, Any]]:
         """The state of each parameter with a state, by name."""

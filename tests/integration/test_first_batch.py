@@ -301,7 +301,6 @@ def naming_rows() -> Any:
     return DataLoader([batch] * NUM_STEPS, batch_size=None)  # type: ignore[arg-type]
 
 
-@pytest.mark.follows("the safe mode `micro_batching='boundary'` repairs it")
 def test_a_step_that_computes_with_whole_batches_alone_is_said(allowing: list[str]) -> None:
     sentence = "could not be checked.* computes with the whole batch, and not with a micro-batch"
     with pytest.warns(UserWarning, match=sentence), pytest.raises(IndexError):

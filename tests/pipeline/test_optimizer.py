@@ -160,6 +160,19 @@ def test_parameters_of_no_group_stay_as_they_are() -> None:
     assert [name for name in found if not torch.equal(found[name], before[name])] == ["1.a"]
 
 
+@pytest.mark.follows("Make the embedding with `sparse=False`, or keep its layer with the")
+def test_a_sparse_state_is_refused_in_the_first_step() -> None:
+    def step(**options: Any) -> None:
+        table, momentum = nn.Embedding(4, 2, **options), {"lr": 0.1, "momentum": 0.9}
+        stage = StageOptimizer("SGD", {}, [Group(["weight"], momentum)], {"weight": table.weight})
+        table(torch.tensor([1])).sum().backward()
+        stage.step([{}])
+
+    with pytest.raises(ModelError, match="momentum_buffer of weight in SGD is sparse"):
+        step(sparse=True)
+    step(sparse=False)
+
+
 def test_a_parameter_without_a_gradient_is_not_stepped() -> None:
     owners = parameters()
     before = values(owners)
