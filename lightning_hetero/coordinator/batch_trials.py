@@ -75,22 +75,25 @@ class TriedBatches(WholeBatches):
         # equal in all comparisons: no cut of them shows.
         self._numbers: Counter[_Kind] = Counter()
         self._unshown: dict[_Kind, Set[int]] = {}
+        # How arguments are cut where pieces have shown to be wrong in an evaluation.
+        self._wrong: set[Cuts] = set()
 
     @override
     def pieces(self, request: Request) -> tuple[list[Request], int]:
         """The pieces of a hand-over, and the dimension for joining them again.
 
         Raises:
-            BatchError: If the first pieces give another result than the whole, and the check is to
-                stop the run.
+            BatchError: If the first pieces give another result than the whole in training, and the
+                check is to stop the run. In an evaluation the batches stay whole then.
         """
         pieces, dim, cuts = self._cut(request)
         is_checked = self._check != "off" and len(pieces) > 1
         size = pieces[0].hidden.shape[dim]
         turn = self._turn(request, dim, cuts, size) if is_checked else ""
-        if turn and self._compare(request, dim, is_later=turn == "later"):
-            return self.cut(request)
-        return pieces, dim
+        if turn and self._compare(request, dim, cuts, is_later=turn == "later"):
+            pieces, dim, cuts = self._cut(request)
+        stays_whole = cuts in self._wrong and not _is_training(request)
+        return ([request], 0) if stays_whole else (pieces, dim)
 
     def _turn(
         self, request: Request, dim: int, cuts: Cuts, size_of_piece: int
@@ -102,7 +105,7 @@ class TriedBatches(WholeBatches):
         go_along = around.carried or last.others or last.comes_back
         kind = (
             around.grad_enabled,
-            any(call.training for call in around.calls),
+            _is_training(request),
             cuts,
             size_of_piece if go_along else 0,
         )
@@ -124,17 +127,16 @@ class TriedBatches(WholeBatches):
         is_power_of_ten = str(self._numbers[kind]).strip("0") == "1"
         return "later" if is_power_of_ten else ""
 
-    def _compare(self, request: Request, dim: int, *, is_later: bool) -> bool:
+    def _compare(self, request: Request, dim: int, cuts: Cuts, *, is_later: bool) -> bool:
         """Compare pieces with the whole; returns whether the request is to be cut in another way. A
-        difference in a later turn never ends the run."""
-        around = request.surroundings
+        difference in a later turn or in an evaluation never ends the run."""
         pieces, whole = self._compared(request, dim, self._rows)
         expected = self._run([whole], dim)
         found = self._run(pieces, dim)
         difference = self._difference(request, found, expected)
         if not difference.is_other:
-            is_training = any(call.training for call in around.calls)
-            if around.grad_enabled and is_training and self._has_own_code:
+            has_backward = request.surroundings.grad_enabled and _is_training(request)
+            if has_backward and self._has_own_code:
                 made = self._difference_of_backwards(pieces, whole, difference.allowed)
                 if made.is_other:
                     which = "present" if is_later else "first"
@@ -170,6 +172,13 @@ class TriedBatches(WholeBatches):
                 f"{text} Or the argument {listed[0]} is a list with an entry for each sample: it "
                 "goes whole to each micro-batch, and a tensor would be cut. Pass a tensor then."
             )
+        if not _is_training(request):
+            self._wrong.add(cuts)
+            rank_zero_warn(
+                f"{text} So the batches of evaluations stay whole, and the stages work one after "
+                "the other."
+            )
+            return False
         if self._check == "stop" and difference.is_large and not is_later:
             remedies = self._remedies(request, dim)
             raise BatchError(f"{text} This repairs it: {remedies}. {GO_ON}")
@@ -234,6 +243,10 @@ class TriedBatches(WholeBatches):
         pairs = zip(found.tensors, expected.tensors, strict=True)
         error = max(norm_error(mine, other) for mine, other in pairs)
         return HIDDEN_STATES.compare(error, rounding)
+
+
+def _is_training(request: Request) -> bool:
+    return any(call.training for call in request.surroundings.calls)
 
 
 def _tried(request: Request, **others: Any) -> Request:

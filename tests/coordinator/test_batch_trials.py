@@ -392,6 +392,17 @@ def test_samples_along_another_dimension_of_a_result_are_said_by_shapes() -> Non
         cut(whole_batches(Stages(stacked)))
 
 
+def test_an_evaluation_with_wrong_pieces_goes_on_whole() -> None:
+    batches = whole_batches(Stages(mixed))
+    with pytest.warns(UserWarning, match="batches of evaluations stay whole"):
+        assert len(cut(batches, request_of(grad=False, training=False))[0]) == 1
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert len(cut(batches, request_of(grad=False, training=False))[0]) == 1
+    with pytest.raises(BatchError, match="mix the samples"):
+        cut(batches)
+
+
 def test_in_one_piece_nothing_is_compared() -> None:
     stages = Stages(mixed)
     assert len(cut(whole_batches(stages, pieces=1))[0]) == 1
