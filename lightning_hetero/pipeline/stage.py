@@ -45,7 +45,7 @@ from .layer_runs import (
 from .random_numbers import FIRST_TRIAL, PythonStreams, seed_action, seed_elsewhere
 from .rule import Key
 from .token_slices import SequenceKeys, SlicePass
-from .wings import tried_call
+from .wings import trial_answers, tried_call
 
 MOST_CACHES = 1024
 """A coordinator with more caches at once has forgotten to drop old ones."""
@@ -674,6 +674,8 @@ class Stage:
                     with as_called():
                         keeps = not draws(layer, run, *args, **kwargs)
                     as_called = partial(as_called, keeps_own_modes=keeps)
+                if tried:
+                    answers += trial_answers(layer, call, hidden, tried, as_called)
                 if keeps_inputs or isinstance(layer, HeadAtOnce):
                     run = running_again(layer, run, as_called, self._has_own_code)
                 with as_called():

@@ -12,7 +12,8 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 
 import torch
@@ -21,7 +22,6 @@ from torch import Tensor, nn
 from ..model.captured_outputs import collecting
 from ..model.layer_call import LayerCall, put_hidden, tensors_of
 from ..model.layers import describe_layer, has_own_code
-from .layer_runs import on_trial
 from .tolerance import (
     FINE,
     MADE_UP_GRADIENTS,
@@ -45,15 +45,29 @@ _SIZES = (1.0, 1e-3)
 
 
 def trial_answers(
-    layer: nn.Module, call: LayerCall, hidden: Tensor, kinds: Collection[str]
+    layer: nn.Module,
+    call: LayerCall,
+    hidden: Tensor,
+    kinds: Collection[str],
+    as_called: Callable[[], AbstractContextManager[None]],
 ) -> list[tuple[str, Tensor]]:
     """The answers of a layer in a trial, each with its kind; see `tried_backward` and
-    `tried_in_slices`. They leave no trace, such as a moving average, for the trial's forward."""
-    with on_trial(layer, keeps_modes=True):
-        found = tried_backward(layer, call, hidden) if TRIED in kinds else []
-    answers = [(TRIED, each) for each in found]
+    `tried_in_slices`. Each is a trial by itself: it leaves no trace, such as a moving average, for
+    the forward of the trial.
+
+    Args:
+        layer: The layer.
+        call: Its call, with its tensors.
+        hidden: Its hidden states.
+        kinds: The kinds of the wanted answers.
+        as_called: Inside, the layer is as in the call, and on trial.
+    """
+    answers = []
+    if TRIED in kinds:
+        with as_called():
+            answers += [(TRIED, each) for each in tried_backward(layer, call, hidden)]
     if TRIED_SLICES in kinds:
-        with on_trial(layer, keeps_modes=True):
+        with as_called():
             answers.append((TRIED_SLICES, tried_in_slices(layer, call, hidden)))
     return answers
 

@@ -3,11 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 from torch import Tensor, nn
 
 from ..model.layer_call import LayerCall, tensors_of
+
+
+def trial_answers(
+    layer: nn.Module,
+    call: LayerCall,
+    hidden: Tensor,
+    kinds: Collection[str],
+    as_called: Callable[[], AbstractContextManager[None]],
+) -> list[tuple[str, Tensor]]:
+    """The answers of a layer in a trial; see `trial_backward.trial_answers`."""
+    from . import trial_backward
+
+    return trial_backward.trial_answers(layer, call, hidden, kinds, as_called)
 
 
 def tried_call(
@@ -18,7 +32,7 @@ def tried_call(
     beside: Sequence[Tensor],
     kinds: Collection[str],
 ) -> tuple[Mapping[int, Tensor], list[tuple[str, Tensor]]]:
-    """Call a layer, and answer what a trial asks about it.
+    """Call a layer, and answer for it in the twin test if a trial asks for that.
 
     Args:
         layer: The layer.
@@ -31,11 +45,9 @@ def tried_call(
     Returns:
         The tensors of the layer's result by their positions, and the answers, each with its kind.
     """
-    from .trial_backward import trial_answers
     from .twin import answer_of, kind_of
 
-    answers = trial_answers(layer, call, hidden, kinds)
     if (kind := kind_of(call.layer_index)) not in kinds:
-        return tensors_of(run(), layer, call), answers
+        return tensors_of(run(), layer, call), []
     tensors, answer = answer_of(layer, layer, call, hidden, beside)
-    return tensors, [*answers, *((kind, each) for each in answer.encoded())]
+    return tensors, [(kind, each) for each in answer.encoded()]
