@@ -216,8 +216,7 @@ def test_a_worker_ends_whose_processes_are_always_killed_before_they_serve() -> 
     with worker_process(before=DYING, LAST="100") as worker:
         with session(worker):
             pass
-        await_end(psutil.Process(worker.process.pid))
-        assert worker.process.poll() == 1
+        assert worker.process.wait() == 1
 
 
 def test_a_running_session_is_seen_and_keeps_others_out(allowing: WorkerProcess) -> None:
