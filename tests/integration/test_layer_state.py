@@ -261,8 +261,15 @@ def test_a_buffer_that_each_micro_batch_updates_is_named(allowing: list[str]) ->
     with pytest.warns(UserWarning, match=sentence) as said:
         train(LayeredModule(Averaging), pipeline(allowing, 2))
     assert sum("keep in" in str(warning.message) for warning in said) == 1
-    with pytest.warns(UserWarning, match=sentence):
-        trainer(pipeline(allowing, 2)).predict(LayeredModule(Averaging), loader(4, 4))
+
+
+def test_layers_that_average_a_batch_predict_with_the_whole_of_it(allowing: list[str]) -> None:
+    def predicted(strategy: Any = "auto") -> Any:
+        return trainer(strategy).predict(LayeredModule(Averaging), loader(4, 4))
+
+    with pytest.warns(UserWarning, match="the batches of evaluations stay whole"):
+        found = predicted(pipeline(allowing, 2))
+    torch.testing.assert_close(found, predicted())
 
 
 def test_a_buffer_that_a_recomputed_forward_updates_is_named(allowing: list[str]) -> None:
