@@ -87,13 +87,15 @@ class TriedBatches(WholeBatches):
                 check is to stop the run. In an evaluation the batches stay whole then.
         """
         pieces, dim, cuts = self._cut(request)
-        is_checked = self._check != "off" and len(pieces) > 1
-        size = pieces[0].hidden.shape[dim]
-        turn = self._turn(request, dim, cuts, size) if is_checked else ""
-        if turn and self._compare(request, dim, cuts, is_later=turn == "later"):
-            pieces, dim, cuts = self._cut(request)
-        stays_whole = cuts in self._wrong and not _is_training(request)
-        return ([request], 0) if stays_whole else (pieces, dim)
+        if self._check != "off" and len(pieces) > 1 and not self._stays_whole(request, cuts):
+            turn = self._turn(request, dim, cuts, pieces[0].hidden.shape[dim])
+            if turn and self._compare(request, dim, cuts, is_later=turn == "later"):
+                pieces, dim, cuts = self._cut(request)
+        return ([request], 0) if self._stays_whole(request, cuts) else (pieces, dim)
+
+    def _stays_whole(self, request: Request, cuts: Cuts) -> bool:
+        """Whether pieces of an evaluation have shown to be wrong."""
+        return cuts in self._wrong and not _is_training(request)
 
     def _turn(
         self, request: Request, dim: int, cuts: Cuts, size_of_piece: int

@@ -12,8 +12,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Collection, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -31,7 +30,6 @@ from .tolerance import (
     joined,
     likely_change,
 )
-from .trial_slices import TRIED_SLICES, tried_in_slices
 from .twin import made_up, numbers_of, rows_of
 
 logger = logging.getLogger(__name__)
@@ -42,34 +40,6 @@ TRIED = "gradients of layers"
 # The sizes at which gradients are clipped, or divided by their norms, are not known here: these are
 # about the largest and the smallest of a training.
 _SIZES = (1.0, 1e-3)
-
-
-def trial_answers(
-    layer: nn.Module,
-    call: LayerCall,
-    hidden: Tensor,
-    kinds: Collection[str],
-    as_called: Callable[[], AbstractContextManager[None]],
-) -> list[tuple[str, Tensor]]:
-    """The answers of a layer in a trial, each with its kind; see `tried_backward` and
-    `tried_in_slices`. Each is a trial by itself: it leaves no trace, such as a moving average, for
-    the forward of the trial.
-
-    Args:
-        layer: The layer.
-        call: Its call, with its tensors.
-        hidden: Its hidden states.
-        kinds: The kinds of the wanted answers.
-        as_called: Inside, the layer is as in the call, and on trial.
-    """
-    answers = []
-    if TRIED in kinds:
-        with as_called():
-            answers += [(TRIED, each) for each in tried_backward(layer, call, hidden)]
-    if TRIED_SLICES in kinds:
-        with as_called():
-            answers.append((TRIED_SLICES, tried_in_slices(layer, call, hidden)))
-    return answers
 
 
 def tried_backward(layer: nn.Module, call: LayerCall, hidden: Tensor) -> list[Tensor]:

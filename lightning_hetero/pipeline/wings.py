@@ -18,10 +18,28 @@ def trial_answers(
     kinds: Collection[str],
     as_called: Callable[[], AbstractContextManager[None]],
 ) -> list[tuple[str, Tensor]]:
-    """The answers of a layer in a trial; see `trial_backward.trial_answers`."""
-    from . import trial_backward
+    """The answers of a layer in a trial, each with its kind; see `tried_backward` and
+    `tried_in_slices`. Each is a trial by itself: it leaves no trace, such as a moving average, for
+    the forward of the trial.
 
-    return trial_backward.trial_answers(layer, call, hidden, kinds, as_called)
+    Args:
+        layer: The layer.
+        call: Its call, with its tensors.
+        hidden: Its hidden states.
+        kinds: The kinds of the wanted answers.
+        as_called: Inside, the layer is as in the call, and on trial.
+    """
+    from .trial_backward import TRIED, tried_backward
+    from .trial_slices import TRIED_SLICES, tried_in_slices
+
+    answers = []
+    if TRIED in kinds:
+        with as_called():
+            answers += [(TRIED, each) for each in tried_backward(layer, call, hidden)]
+    if TRIED_SLICES in kinds:
+        with as_called():
+            answers.append((TRIED_SLICES, tried_in_slices(layer, call, hidden)))
+    return answers
 
 
 def tried_call(

@@ -398,7 +398,8 @@ def test_an_evaluation_with_wrong_pieces_goes_on_whole() -> None:
         assert len(cut(batches, request_of(grad=False, training=False))[0]) == 1
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        assert len(cut(batches, request_of(grad=False, training=False))[0]) == 1
+        for _ in range(10):
+            assert len(cut(batches, request_of(grad=False, training=False))[0]) == 1
     with pytest.raises(BatchError, match="mix the samples"):
         cut(batches)
 
