@@ -187,6 +187,11 @@ class FirstBatchCheck:
         with self.one_run():
             if not draws(self.trial.module, self._loss, batch.microbatches[0]):
                 return self
+        if self.checks.is_new("evaluated"):
+            rank_zero_info(
+                "Code of your own draws random numbers in training, so the checks run it in "
+                "evaluation mode, and do not see a coupling of samples that only training has."
+            )
 
         @contextmanager
         def one_run(**options: bool) -> Iterator[None]:

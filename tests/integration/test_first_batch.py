@@ -338,7 +338,10 @@ class StochasticContrast(StochasticDepth):
         return super().loss(batch) + (found @ found.T).mean()
 
 
-def test_random_numbers_of_training_hide_no_coupled_samples(allowing: list[str]) -> None:
+def test_random_numbers_of_training_hide_no_coupled_samples(
+    allowing: list[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO")
     coupled = Pattern("", "", StochasticContrast)
     with pytest.raises(BatchError, match=LOSS_DIFFERS):
         run(coupled, coupled.strategy(allowing, {}))
@@ -347,6 +350,7 @@ def test_random_numbers_of_training_hide_no_coupled_samples(allowing: list[str])
         warnings.simplefilter("always")
         run(alone, alone.strategy(allowing, {}))
     assert not [each for each in said if "lightning_hetero" in each.filename]
+    assert "do not see a coupling of samples that only training has" in caplog.text
 
 
 class HookedTable(Learner):
